@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ..checkpoints.weights_cache.folder import Kept
 
 models = typer.Typer(cls=CommandGroup)
-FILE_HELP = """The file of models with names of your own.
+MODELS_FILE_HELP = """The file of models with names of your own.
 [default: PAGED_MODELS, else paged/models.toml in the user's configuration, $XDG_CONFIG_HOME]"""
 File = Annotated[
-    Path | None, typer.Option("--models", help=FILE_HELP, show_default=False, rich_help_panel=MODEL)
+    Path | None, typer.Option("--models", help=MODELS_FILE_HELP, show_default=False, rich_help_panel=MODEL)
 ]
 _ARCHITECTURES_HELP = "List the native architectures, and the models of each. [default: off]"
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that paged models lists.")]

@@ -12,7 +12,7 @@ from ..device.host_memory import free_on_cpu
 from ..options.config import EngineConfig
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
-from .serve import SERVE, SERVED_ENGINE, begin, listen, run, take_weights
+from .serving import SERVE, SERVED_ENGINE, begin, listen, run, take_weights
 
 if TYPE_CHECKING:
     from ..checkpoints.library.models_file import ModelEntry
@@ -71,6 +71,7 @@ async def _serve(
         observers,
         engine_options=lambda entry: engine_options(entry, base),
         free=int(free_on_cpu()),
+        read_template=common.template_text,
     )
     announce(f"models have {lobby.host.residency.memory / 2**30:,.2f} GiB together")
     preloading = asyncio.get_running_loop().create_task(lobby.preload(preloaded))

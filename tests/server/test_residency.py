@@ -12,9 +12,9 @@ import pytest
 from paged.server.models.residency import (
     PATIENCE_S,
     Admit,
+    LifeStage,
     Load,
     Residency,
-    State,
     Ticket,
     Unload,
 )
@@ -25,7 +25,9 @@ GB = 10**9
 class World:
     """Carries out what a policy decides: loads and unloads take time, and some loads fail."""
 
-    def __init__(self, memory: int, sizes: dict[str, int], load_s: float = 2.0, keep_alive: float = 300.0) -> None:
+    def __init__(
+        self, memory: int, sizes: dict[str, int], load_s: float = 2.0, keep_alive: float = 300.0
+    ) -> None:
         self.policy = Residency(memory)
         self.now = 0.0
         self.load_s = load_s
@@ -62,7 +64,7 @@ class World:
                     self.log.append(f"unload {name}")
                     self.at(0.2, "gone", name)
                 case Admit(ticket):
-                    assert self.policy.models[ticket.name].state is State.LOADED
+                    assert self.policy.models[ticket.name].stage is LifeStage.LOADED
                     self.admitted[id(ticket)] = self.now - ticket.since
                     self.users[id(ticket)] = ticket.name
         self.policy.check()
@@ -161,7 +163,7 @@ def test_idle_models_leave_after_keep_alive(keep_alive, leaves_after):
         assert not world.step()
         return
     world.step()
-    assert world.policy.models["a"].state in (State.LEAVING, State.ABSENT)
+    assert world.policy.models["a"].stage in (LifeStage.LEAVING, LifeStage.ABSENT)
     assert world.now - ended == pytest.approx(leaves_after, abs=0.21)
 
 
@@ -191,9 +193,9 @@ def test_an_operator_unloads_what_is_in_use_once_it_is_idle():
     world.settle()
     world.policy.unload("a")
     world.decide()
-    assert world.policy.models["a"].state is State.LOADED
+    assert world.policy.models["a"].stage is LifeStage.LOADED
     world.end(ticket, math.inf)
-    assert world.policy.models["a"].state is State.LEAVING
+    assert world.policy.models["a"].stage is LifeStage.LEAVING
 
 
 @pytest.mark.parametrize("seed", range(20))

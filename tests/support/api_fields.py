@@ -61,6 +61,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model": ("m", {}),
     "user": ("u", {}),
     "request_id": ("r", {}),
+    "keep_alive": ("5m", {}),
     "n": (2, {}),
     "best_of": (2, {}),
     "temperature": (0.5, {}),

@@ -20,8 +20,8 @@ from ...options.config import EngineConfig
 from ...options.sampling_params import SamplingParams
 
 VARIABLE = "PAGED_MODELS"  # of the environment: a file in place of the user's
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
-MOST_CHARACTERS = 128  # of a name
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9][A-Za-z0-9._-]*)?", re.ASCII)
+LONGEST_NAME = 128  # of a name
 _TEXTS = ("checkpoint", "system", "template")
 _TABLES = ("engine", "sampling")
 _OWN_KEYS = (*_TEXTS, "keep_alive", *_TABLES)
@@ -58,10 +58,10 @@ class ModelEntry:
 
 def check_name(name: str) -> str:
     """Return a name. Raises ConfigError for one that is no name, such as a path."""
-    if not NAME.fullmatch(name) or len(name) > MOST_CHARACTERS or name == "demo":
+    if not MODEL_NAME.fullmatch(name) or len(name) > LONGEST_NAME or name == "demo":
         raise ConfigError(
             f"{shown(name)} cannot name a model: take letters, digits, dots, hyphens and underscores, "
-            f"perhaps with a tag behind a colon as in qwen:4b, at most {MOST_CHARACTERS} characters, "
+            f"perhaps with a tag behind a colon as in qwen:4b, at most {LONGEST_NAME} characters, "
             "and not demo"
         )
     return name

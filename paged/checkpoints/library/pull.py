@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...architectures.gguf_paths import is_gguf, listed, models_of, part_paths
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
-from ..hub import FILES, IGNORED
+from ..hub import HUB_FILES, HUB_IGNORED
 from .local import hub_cache, quantisation_of
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?", re.ASCII)
@@ -91,7 +91,9 @@ class RemoteModel:
     def files_of(self, quantisation: str | None) -> list[RemoteFile]:
         """Return the files of a GGUF model, or of the safetensors checkpoint. Raises CheckpointError."""
         if quantisation is None:
-            chosen = [f for f in self.files if _matches(f.name, FILES) and not _matches(f.name, IGNORED)]
+            chosen = [
+                f for f in self.files if _matches(f.name, HUB_FILES) and not _matches(f.name, HUB_IGNORED)
+            ]
             if not self.has_safetensors:
                 raise CheckpointError(f"{self.name} has neither safetensors nor GGUF files on the hub")
             if not any(file.name == "config.json" for file in chosen):

@@ -72,6 +72,7 @@ class Call(ABC):
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
+    keep_alive: seconds for which the model stays loaded after the request; None as the server says.
     """
 
     table: ClassVar[FieldTable]
@@ -91,6 +92,7 @@ class Call(ABC):
         self.request_id: str | None = values.get("request_id")
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
+        self.keep_alive: float | None = values.get("keep_alive")
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the fields of the body under the names that all calls share, and the names of fields without

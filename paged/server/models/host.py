@@ -16,7 +16,7 @@ from ...checkpoints.library.models_file import ModelEntry
 from ..http.failures import HttpError
 from ..options import MAX_WAITING
 from .residency import Admit, Load, Residency, Resident, Ticket, Unload
-from .weigh import Weight
+from .weigh import ModelWeight
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +52,21 @@ class Host:
         self,
         memory: int,
         *,
-        weigh: Callable[[ModelEntry], Weight],
-        load: Callable[[ModelEntry, Weight], Awaitable[L]],
+        weigh: Callable[[ModelEntry], ModelWeight],
+        load: Callable[[ModelEntry, ModelWeight], Awaitable[L]],
         keep_alive: float,
         most_wait_s: float,
     ) -> None:
         self.residency = Residency(memory)
         self.load_seconds: dict[str, float] = {}
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, ModelWeight] = {}
         self.loaded: dict[str, Loaded] = {}
         self._weigh = weigh
         self._load = load
         self._keep_alive = keep_alive
         self._most_wait_s = most_wait_s
         self._entries: dict[str, ModelEntry] = {}
-        self._weighing: dict[str, asyncio.Task[Weight]] = {}
+        self._weighing: dict[str, asyncio.Task[ModelWeight]] = {}
         self._futures: dict[Ticket, asyncio.Future[Loaded]] = {}
         self._errors: dict[str, PagedError] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -150,7 +150,7 @@ class Host:
         own = self._keep_alive if entry.keep_alive is None else entry.keep_alive
         return self.residency.know(name, self.weights[name].num_bytes, own)
 
-    async def _weight_of(self, entry: ModelEntry) -> Weight:
+    async def _weight_of(self, entry: ModelEntry) -> ModelWeight:
         task = self._weighing.get(entry.name)
         if task is None:
             task = asyncio.get_running_loop().create_task(in_thread(lambda: self._weigh(entry)))

@@ -28,7 +28,7 @@ from ..telemetry.records import CLIENT_GONE, RATE_LIMIT, Observer, Observers, Re
 from ..telemetry.request_log import announce
 from .catalog import Catalog
 from .host import Host, in_thread
-from .weigh import Weight, weigh
+from .weigh import ModelWeight, weigh
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Lobby:
     catalog: the models by name.
     host: loads and unloads them.
     engine_options: returns the options of a model's engine, without its memory.
+    read_template: returns the template that a template option of models.toml stands for, such as a file's.
+    free: the bytes of memory that are free.
 
     The attributes that `FrontEnd` has, too, mean the same.
     """
@@ -79,6 +81,7 @@ class Lobby:
         *,
         engine_options: Callable[[ModelEntry], dict[str, Any]],
         free: int,
+        read_template: Callable[[str | None], str | None] = lambda text: text,
     ) -> None:
         self.catalog = catalog
         self.options = options
@@ -102,6 +105,7 @@ class Lobby:
         self.observers = Observers(self.metrics, *observers)
         self._observers = observers
         self._engine_options = engine_options
+        self._read_template = read_template
         memory = int(FREE_SHARE * free) if options.memory is None else parse_bytes("memory", options.memory)
         self.host = Host(
             memory,
@@ -159,10 +163,10 @@ class Lobby:
         """The front ends of the models that are loaded."""
         return (model.front for model in self.loaded.values())
 
-    def _weigh(self, entry: ModelEntry) -> Weight:
+    def _weigh(self, entry: ModelEntry) -> ModelWeight:
         return weigh(self._engine_options(entry), self.host.residency.memory)
 
-    async def _load(self, entry: ModelEntry, weight: Weight) -> LoadedModel:
+    async def _load(self, entry: ModelEntry, weight: ModelWeight) -> LoadedModel:
         options = {
             **self._engine_options(entry),
             "num_blocks": weight.num_blocks,
@@ -202,7 +206,7 @@ class Lobby:
                 routes=[route.path for route in ROUTES],
                 prefix=self.options.metrics_prefix,
             )
-        template = self.options.chat_template if entry.template is None else entry.template
+        template = self.options.chat_template or self._read_template(entry.template)
         return ModelFrontEnd(
             client,
             replace(self.options, served_model_name=(entry.name,), chat_template=template),

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-FIRST_PAUSE_S = 5.0  # after a load that failed, until the next; doubled each time
-MOST_PAUSE_S = 300.0
+FIRST_LOAD_PAUSE_S = 5.0  # after a load that failed, until the next; doubled each time
+MOST_LOAD_PAUSE_S = 300.0
 # For which the oldest request waits for room before no others are let in at the models that it waits for.
 PATIENCE_S = 10.0
 
 
-class State(enum.Enum):
+class LifeStage(enum.Enum):
     """A step in the life of a model."""
 
     ABSENT = "absent"
@@ -49,22 +49,22 @@ class Resident:
     name: str
     num_bytes: int
     keep_alive: float
-    state: State = State.ABSENT
+    stage: LifeStage = LifeStage.ABSENT
     users: int = 0
     last_use: float = 0.0
     pause_until: float = -math.inf
-    pause_s: float = FIRST_PAUSE_S
+    pause_s: float = FIRST_LOAD_PAUSE_S
     unloads: bool = False
 
     @property
     def is_here(self) -> bool:
         """Whether it takes memory."""
-        return self.state is not State.ABSENT
+        return self.stage is not LifeStage.ABSENT
 
     @property
     def leaves_at(self) -> float:
         """When it leaves if no request comes; inf for never, and while it has users."""
-        if self.state is not State.LOADED or self.users:
+        if self.stage is not LifeStage.LOADED or self.users:
             return math.inf
         return self.last_use if self.unloads else self.last_use + self.keep_alive
 
@@ -160,16 +160,16 @@ class Residency:
     def on_loaded(self, name: str, now: float) -> None:
         """Note that a model is loaded."""
         model = self.models[name]
-        assert model.state is State.LOADING, f"{name} is {model.state.value}"
-        model.state = State.LOADED
-        model.pause_s = FIRST_PAUSE_S
+        assert model.stage is LifeStage.LOADING, f"{name} is {model.stage.value}"
+        model.stage = LifeStage.LOADED
+        model.pause_s = FIRST_LOAD_PAUSE_S
         model.last_use = now
 
     def on_failed(self, name: str, now: float) -> list[Ticket]:
         """Note that a load failed. Return the requests that fail with it."""
         model = self.models[name]
-        assert model.state is State.LOADING, f"{name} is {model.state.value}"
-        model.state = State.ABSENT
+        assert model.stage is LifeStage.LOADING, f"{name} is {model.stage.value}"
+        model.stage = LifeStage.ABSENT
         self.pause(name, now)
         failed = [each for each in self.waiting if each.name == name]
         self.waiting = [each for each in self.waiting if each.name != name]
@@ -179,13 +179,13 @@ class Residency:
         """Note that a model cannot be loaded for a while, longer each time."""
         model = self.models[name]
         model.pause_until = now + model.pause_s
-        model.pause_s = min(2 * model.pause_s, MOST_PAUSE_S)
+        model.pause_s = min(2 * model.pause_s, MOST_LOAD_PAUSE_S)
 
     def on_gone(self, name: str) -> None:
         """Note that a model has left."""
         model = self.models[name]
-        assert model.state is State.LEAVING, f"{name} is {model.state.value}"
-        model.state = State.ABSENT
+        assert model.stage is LifeStage.LEAVING, f"{name} is {model.stage.value}"
+        model.stage = LifeStage.ABSENT
         model.unloads = False
 
     # Decisions
@@ -198,7 +198,7 @@ class Residency:
             if model.is_here:
                 continue
             if self.used + model.num_bytes <= self.memory:
-                model.state = State.LOADING
+                model.stage = LifeStage.LOADING
                 actions.append(Load(name))
                 continue
             # Room is made for one model at a time, the one whose request is the oldest. Others wait behind
@@ -225,7 +225,7 @@ class Residency:
         for ticket in [*self.waiting]:
             model = self.models[ticket.name]
             is_behind = is_behind or not model.is_here
-            if model.state is State.LOADED and not (is_behind and ticket.name in claimed):
+            if model.stage is LifeStage.LOADED and not (is_behind and ticket.name in claimed):
                 model.users += 1
                 model.last_use = now
                 self.waiting.remove(ticket)
@@ -235,26 +235,26 @@ class Residency:
         wanted = {*self._wanted()} - self._claims(now)
         for model in self.models.values():
             if model.leaves_at <= now and model.name not in wanted:
-                model.state = State.LEAVING
+                model.stage = LifeStage.LEAVING
                 yield Unload(model.name)
 
     def _make_room(self, num_bytes: int) -> Iterator[Unload]:
         """Let the least recently used models leave that have no users, until there will be room enough."""
         free = self.memory - self.used
-        leaving = sum(each.num_bytes for each in self.models.values() if each.state is State.LEAVING)
-        idle = [each for each in self.models.values() if each.state is State.LOADED and not each.users]
+        leaving = sum(each.num_bytes for each in self.models.values() if each.stage is LifeStage.LEAVING)
+        idle = [each for each in self.models.values() if each.stage is LifeStage.LOADED and not each.users]
         for model in sorted(idle, key=lambda each: each.last_use):
             if free + leaving >= num_bytes:
                 return
             leaving += model.num_bytes
-            model.state = State.LEAVING
+            model.stage = LifeStage.LEAVING
             yield Unload(model.name)
 
     def _first_absent(self) -> Ticket:
         return next(each for each in self.waiting if not self.models[each.name].is_here)
 
     def _claims(self, now: float) -> set[str]:
-        """Return the models that let nobody in, because an older request has waited too long for their room.
+        """Return the models that let no request in, as an older request has waited too long for their room.
 
         A model that always has users would otherwise keep all others out for ever.
         """
@@ -262,9 +262,11 @@ class Residency:
         if not absent or now - absent[0].since < PATIENCE_S:
             return set()
         missing = self.models[absent[0].name].num_bytes - (self.memory - self.used)
-        missing -= sum(each.num_bytes for each in self.models.values() if each.state is State.LEAVING)
+        missing -= sum(each.num_bytes for each in self.models.values() if each.stage is LifeStage.LEAVING)
         claimed = set[str]()
-        present = [each for each in self.models.values() if each.state in (State.LOADED, State.LOADING)]
+        present = [
+            each for each in self.models.values() if each.stage in (LifeStage.LOADED, LifeStage.LOADING)
+        ]
         for model in sorted(present, key=lambda each: (each.users > 0, each.last_use)):
             if missing <= 0:
                 break
@@ -277,5 +279,5 @@ class Residency:
         assert self.used <= self.memory, f"{self.used} of {self.memory} bytes are used"
         for model in self.models.values():
             assert model.users >= 0, f"{model.name} has {model.users} users"
-            assert not model.users or model.state is State.LOADED, f"{model.name} is {model.state.value}"
+            assert not model.users or model.stage is LifeStage.LOADED, f"{model.name} is {model.stage.value}"
         assert {each.name for each in self.waiting} <= self.models.keys()

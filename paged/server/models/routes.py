@@ -84,7 +84,7 @@ class PassRoute:
         entry = lobby.entry_of(field_of(fields.model, "model"), exchange.key)
         keep_alive = field_of(fields.keep_alive, "keep_alive")
         keep_alive_s = None if keep_alive is None else parse_duration("keep_alive", keep_alive)
-        streams = self._endpoint.streamed == endpoints.EVENTS and fields.stream == b"true"
+        streams = self._endpoint.streamed == endpoints.EVENTS and bytes(fields.stream) == b"true"
         async with AsyncExitStack() as stack:
             try:
                 async with until_disconnect(exchange):
@@ -226,7 +226,7 @@ def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
         "parent": None,
         "max_model_len": lobby.lengths.get(entry.name),
         "chat_defaults": {} if loaded is None else loaded.front.engine.text.chat_defaults,
-        "state": "absent" if resident is None else resident.state.value,
+        "state": "absent" if resident is None else resident.stage.value,
     }
 
 

@@ -17,7 +17,7 @@ from ...base.errors import ConfigError, PagedError, ResourceError
 from ...text.worker import ROOT
 
 
-class Weight(NamedTuple):
+class ModelWeight(NamedTuple):
     """The memory of an engine.
 
     num_bytes: of weights, KV, activations and states. num_blocks, max_model_len: the options that bound them.
@@ -30,7 +30,7 @@ class Weight(NamedTuple):
     parts: str
 
 
-def weigh(options: Mapping[str, Any], memory: int) -> Weight:
+def weigh(options: Mapping[str, Any], memory: int) -> ModelWeight:
     """Return what an engine with these options takes. This starts a process, and takes seconds.
 
     memory: the bytes that it shares with other engines.
@@ -56,7 +56,7 @@ def weigh(options: Mapping[str, Any], memory: int) -> Weight:
     if "error" in found:
         kind = getattr(errors, found["error"], ConfigError)
         raise kind(found["message"])
-    return Weight(**found)
+    return ModelWeight(**found)
 
 
 def _main() -> None:
@@ -67,12 +67,14 @@ def _main() -> None:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}))
 
 
-def _weighed(options: Mapping[str, Any], memory: int) -> Weight:
+def _weighed(options: Mapping[str, Any], memory: int) -> ModelWeight:
     from ...options.config import EngineConfig
     from ...runner.planned import bounded, footprint_here
 
     footprint = bounded(footprint_here(EngineConfig(**options), free=memory), memory)
-    return Weight(footprint.num_bytes, footprint.num_blocks, footprint.sizes.max_model_len, str(footprint))
+    return ModelWeight(
+        footprint.num_bytes, footprint.num_blocks, footprint.sizes.max_model_len, str(footprint)
+    )
 
 
 if __name__ == "__main__":
