@@ -94,11 +94,17 @@ $(VENV)/.torchless: pyproject.toml constraints.txt
 
 # Clients of the server for tests/server/test_clients.py and test_coding_agents.py, which are not Python or conflict
 # with what paged needs.
-clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed $(VENV)-clients/agents/.installed
+clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed $(VENV)-clients/agents/.installed \
+  $(VENV)-clients/ollama/.installed
 
 $(VENV)-clients/litellm/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install litellm==1.110.2
+	touch $@
+
+$(VENV)-clients/ollama/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install ollama==0.6.3
 	touch $@
 
 $(VENV)-clients/javascript/.installed:

@@ -114,6 +114,7 @@ async def listen(
 
     apps: the applications of the server and of --metrics-port. name: what is served.
     """
+    from ..server.app import new_ollama_app
     from ..server.drain import NOTIFY_READY, Drain, notify
     from ..server.http.listener import Server, port_url, url_of
     from ..server.telemetry.request_log import announce
@@ -122,13 +123,21 @@ async def listen(
     if listeners.metrics is not None:
         address = f"metrics are at {port_url(options, listeners.metrics)}/metrics; {address}"
 
+    if listeners.ollama is not None:
+        address = f"Ollama's API is at {port_url(options, listeners.ollama)}; {address}"
+
     def on_start() -> None:
         announce(address)
         notify(NOTIFY_READY)
 
     app, metrics_app = apps
     server = Server(
-        app, options, on_start=on_start, on_refusal=front.observers.refused, metrics_app=metrics_app
+        app,
+        options,
+        on_start=on_start,
+        on_refusal=front.observers.refused,
+        metrics_app=metrics_app,
+        ollama_app=None if listeners.ollama is None else new_ollama_app(app, options),
     )
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(each) for each in (_collect_garbage(front), *beside(server))]

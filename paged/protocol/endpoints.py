@@ -21,6 +21,17 @@ from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
 from .messages.call import MessageCall, MessageCountCall
 from .messages.events import message_error
+from .ollama.answers import ollama_error
+from .ollama.calls import (
+    CopyCall,
+    DeleteCall,
+    NamedCall,
+    OllamaChatCall,
+    OllamaEmbedCall,
+    OllamaEmbeddingsCall,
+    OllamaGenerateCall,
+    PullCall,
+)
 from .responses.call import ResponseCall
 
 JSON = "application/json"
@@ -73,6 +84,7 @@ class Endpoint:
         is_admin = self.access == "admin"
         assert is_admin == self.path.startswith(ADMIN_PREFIX), f"{where}: {ADMIN_PREFIX} is for the admin key"
         has_call = self.method == "POST" and not is_admin and "{" not in self.path
+        has_call = has_call or (self.method == "DELETE" and self.call is not None)
         assert has_call == (self.call is not None), (
             f"{where}: POST has a call, GET and admin have none, and neither has what names its object"
         )
@@ -147,6 +159,51 @@ POST_GENERATE, POST_GENERATE_BATCH = (
     )
     for path in ("/generate", "/generate/batch")
 )
+POST_OLLAMA_CHAT, POST_OLLAMA_GENERATE = (
+    Endpoint("POST", f"/api/{name}", summary, "Any", call=call, streamed=LINES, error="OllamaError")
+    for name, summary, call in (
+        ("chat", "Answer a conversation, in Ollama's form", OllamaChatCall),
+        ("generate", "Answer a prompt, in Ollama's form", OllamaGenerateCall),
+    )
+)
+POST_OLLAMA_EMBED, POST_OLLAMA_EMBEDDINGS, POST_OLLAMA_SHOW, POST_OLLAMA_PULL, POST_OLLAMA_COPY = (
+    Endpoint("POST", f"/api/{name}", summary, "Any", call=call, streamed=streamed, error="OllamaError")
+    for name, summary, call, streamed in (
+        ("embed", "Embed one or several texts, in Ollama's form", OllamaEmbedCall, None),
+        ("embeddings", "Embed a text, in Ollama's older form", OllamaEmbeddingsCall, None),
+        ("show", "Describe a model, in Ollama's form", NamedCall, None),
+        ("pull", "Download a model of the hub; only with --allow-model-changes", PullCall, LINES),
+        ("copy", "Give a model another name; only with --allow-model-changes", CopyCall, None),
+    )
+)
+DELETE_OLLAMA = Endpoint(
+    "DELETE",
+    "/api/delete",
+    "Remove a model; only with --allow-model-changes",
+    "Any",
+    call=DeleteCall,
+    error="OllamaError",
+)
+GET_TAGS, GET_PS = (
+    Endpoint("GET", f"/api/{name}", summary, "Any", error="OllamaError")
+    for name, summary in (
+        ("tags", "List the models, in Ollama's form"),
+        ("ps", "List the models that are loaded, in Ollama's form"),
+    )
+)
+GET_OLLAMA_VERSION = Endpoint(
+    "GET", "/api/version", "Return the version of paged", "Version", error="OllamaError", access="public"
+)
+GET_LMSTUDIO_MODELS = Endpoint("GET", "/api/v0/models", "List the models, in LM Studio's form", "Any")
+GET_LMSTUDIO_MODEL = Endpoint(
+    "GET", "/api/v0/models/{model}", "Return one of the models, in LM Studio's form", "Any"
+)
+# Paths of other servers that are not here, and why.
+NOT_HERE = {
+    "/api/create": "models are not made here: models.toml gives a checkpoint a name, a template and options",
+    "/api/push": "models are not uploaded from here",
+    "/api/blobs": "models are not uploaded to here: paged pull downloads them",
+}
 GET_MODELS = Endpoint("GET", "/v1/models", "List the model's names", "Models")
 GET_MODEL = Endpoint("GET", "/v1/models/{model}", "Return one of the model's names", "Model")
 GET_HEALTH = Endpoint("GET", "/health", "Return whether the engine runs", "Any", access="all", is_probe=True)
@@ -240,11 +297,18 @@ def is_of_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
+def is_of_ollama(path: str) -> bool:
+    """Return whether a path belongs to Ollama's API, whose errors have another form."""
+    return path.startswith("/api/") and not path.startswith("/api/v0/")
+
+
 def error_in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
     """Return the body of an error response in the form of the API that a path belongs to.
 
     body: in OpenAI's form.
     """
+    if is_of_ollama(path):
+        return ollama_error(body)
     return message_error(status, body, request_id) if is_of_messages(path) else body
 
 

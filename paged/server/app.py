@@ -17,6 +17,7 @@ from ..base.validation import shown
 from ..protocol.endpoints import (
     GET_OPENAPI,
     MONITORED,
+    NOT_HERE,
     ROUTES,
     Access,
     Endpoint,
@@ -46,6 +47,7 @@ EXPOSED_HEADERS = (
     "retry-after",
     *RATE_LIMIT_HEADERS,
 )
+OLLAMA_RUNS = "Ollama is running"  # clients look for these words
 MOST_NAMED = 3  # routes that an error names
 MOST_COMPARED = 100  # characters of a path that is compared with all routes
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
@@ -83,6 +85,20 @@ def with_origins(app: ASGIApp, options: ServeOptions) -> ASGIApp:
         allow_headers=("*",),
         expose_headers=EXPOSED_HEADERS,
     )
+
+
+def new_ollama_app(app: ASGIApp, options: ServeOptions) -> ASGIApp:
+    """Return the application at Ollama's port: the server's own, but / says what Ollama's does."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_root = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        hosts = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        if is_root and all(map(options.allows_host, hosts)):
+            await Response(OLLAMA_RUNS, media_type="text/plain")(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
 
 
 def new_metrics_app(front: FrontEnd) -> ASGIApp:
@@ -184,6 +200,9 @@ class App:
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses
             path = scope[EXCHANGE].route
+            for other, why in NOT_HERE.items():
+                if path == other or path.startswith(f"{other}/"):
+                    raise HttpError(404, f"{other} is not here: {why}", code="not_here")
             raise HttpError(404, f"there is no {shown(path)} here, {routes_near(path, self._paths)}")
 
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=Call)
 T = TypeVar("T")
 STOPPING = "the server is shutting down"
+LATEST_TAG = ":latest"  # which clients of Ollama add to a name
 STOPPED = "the engine has stopped; the server's log says why"
 
 
@@ -136,6 +137,8 @@ class FrontEnd:
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
         """Raise HttpError if a request names another model, or one that its key does not allow."""
         names = self.names_for(key)
+        if name is not None and name not in names:
+            name = name.removesuffix(LATEST_TAG)
         if not names or (name is not None and name not in names):
             there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
@@ -201,6 +204,7 @@ class FrontEnd:
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
+        call.load_s = exchange.load_s
         self.check_model(call.model, exchange.key)
         if call.is_queued:
             self._check_queue()

@@ -72,6 +72,7 @@ class Call(ABC):
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
+    load_s: seconds for which the request has waited until its model was loaded.
     keep_alive: seconds for which the model stays loaded after the request; None as the server says.
     """
 
@@ -93,6 +94,7 @@ class Call(ABC):
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
         self.keep_alive: float | None = values.get("keep_alive")
+        self.load_s = 0.0
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the fields of the body under the names that all calls share, and the names of fields without
@@ -286,6 +288,10 @@ class AnswerCall(GenerationCall):
         identity: an id that is unique among responses.
         created: seconds since 1970.
         """
+
+    def immediate(self, model: str) -> dict[str, Any] | None:  # noqa: ARG002
+        """Return the whole response body if no engine is needed for it, else None."""
+        return None
 
     @abstractmethod
     def chunks(self, identity: str, created: int, model: str) -> Chunks:

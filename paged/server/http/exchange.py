@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...engine.async_base import LEAST_TIMEOUT_S
-from ...protocol.endpoints import Access
+from ...protocol.endpoints import Access, is_of_ollama
 from ...requests.request import RequestOutput
 from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
@@ -33,6 +33,7 @@ SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most 
 # Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
 IS_TOO_SLOW = "paged.is_too_slow"
 CUT = "paged.cut"
+LOAD_S = "paged.load_s"  # of a scope: seconds for which the request has waited for its model
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
@@ -55,6 +56,7 @@ class Exchange:
     is_accepted: whether the server answers the request even while it shuts down.
     is_complete: whether the last part of the response was handed to the server.
     is_passed_on: whether another application answers it, which counts it.
+    load_s: seconds for which the request has waited for its model.
     record: the record of the request, once its body was accepted.
     access: the access that its key was checked for; None if the route needs no key.
     key: the request's key, where keys belong to tenants.
@@ -82,6 +84,7 @@ class Exchange:
         "is_complete",
         "is_passed_on",
         "key",
+        "load_s",
         "max_body_bytes",
         "method",
         "owner",
@@ -128,6 +131,7 @@ class Exchange:
         self.is_accepted = False
         self.is_complete = False
         self.is_passed_on = False
+        self.load_s: float = scope.get(LOAD_S, 0.0)
         self.record: RequestRecord | None = None
         self.access: Access | None = None
         self.key: KeyUsage | None = None
@@ -257,6 +261,9 @@ class Exchange:
         )
 
     def _check_type(self) -> None:
+        # Ollama takes any type, as curl -d sends one. What a browser sends without asking first is refused.
+        if is_of_ollama(self.route) and self.header("origin") is None:
+            return
         kind, _, parameters = (self.header("content-type") or "").partition(";")
         if kind.strip().lower() != JSON:
             got = f"got {kind.strip()!r}" if kind else "it is missing"

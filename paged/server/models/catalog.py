@@ -9,8 +9,7 @@ from ...base.errors import CheckpointError, ConfigError
 from ...checkpoints.library.local import LocalModel, find_local, local_models
 from ...checkpoints.library.models_file import ModelEntry, ModelsFile
 from ...checkpoints.library.names import entry_of
-
-LATEST = ":latest"  # Ollama's tag of a model without another
+from ..front_end import LATEST_TAG
 
 
 class Catalog:
@@ -51,7 +50,7 @@ class Catalog:
 
         Raises CheckpointError if several models go by this name.
         """
-        base = name.removesuffix(LATEST)
+        base = name.removesuffix(LATEST_TAG)
         for each in dict.fromkeys((name, base)):
             if not self.is_open:
                 found = self._given.get(each.casefold())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -30,13 +31,22 @@ from ...scheduler.stats import EngineStats
 from ..app import App, with_origins
 from ..front_end import STOPPING
 from ..gallery import PERIOD_S
-from ..http.exchange import Exchange, until_disconnect
+from ..http.exchange import LOAD_S, Exchange, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
 from ..routes.page import CLOSED_LOOK_S
 from ..routes.table import HANDLERS, Handler
 from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
 from .lobby import LoadedModel, Lobby
+from .ollama import (
+    CopyRoute,
+    DeleteRoute,
+    ManyLmStudioRoute,
+    ManyPsRoute,
+    ManyShowRoute,
+    ManyTagsRoute,
+    PullRoute,
+)
 
 WAIT_S = 5.0  # for a model, between two blank lines of a stream
 MOST_PEEKED = 2048  # bytes of a field that says which model
@@ -80,6 +90,7 @@ class PassRoute:
         lobby = self._lobby
         lobby.check_serving()
         body = await exchange.read_body()
+        began = time.monotonic()
         fields = peeked(body)
         entry = lobby.entry_of(field_of(fields.model, "model"), exchange.key)
         keep_alive = field_of(fields.keep_alive, "keep_alive")
@@ -94,6 +105,7 @@ class PassRoute:
                     raise
                 await _end_with(exchange, *await _failure_of(lobby, exchange, error))
                 return
+            exchange.load_s = time.monotonic() - began
             exchange.end()  # its model's front end counts the body from now on
             await pass_on(exchange, model.app, body)
 
@@ -177,7 +189,8 @@ async def pass_on(exchange: Exchange, app: ASGIApp, body: bytes) -> None:
 
     headers = [each for each in exchange.scope["headers"] if each[0] != b"x-request-id"]
     headers.append((b"x-request-id", exchange.request_id.encode()))
-    await app({**exchange.scope, "headers": headers}, receive, send)
+    scope = {**exchange.scope, "headers": headers, LOAD_S: exchange.load_s}
+    await app(scope, receive, send)
 
 
 def _as_event(exchange: Exchange, body: bytes) -> bytes:
@@ -374,7 +387,7 @@ class NoReplicasRoute:
 
 def _handlers() -> Iterator[tuple[Endpoint, Callable[[Any], Handler]]]:
     for each in ROUTES:
-        if each.call is not None:
+        if each.call is not None and each not in _OWN:
             yield each, partial(PassRoute, each)
         else:
             yield each, _OWN.get(each, HANDLERS[each])
@@ -385,6 +398,14 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.GET_MODELS: ManyModelsRoute,
     endpoints.GET_MODEL: OneOfManyRoute,
     endpoints.GET_HEALTH: ManyHealthRoute,
+    endpoints.GET_TAGS: ManyTagsRoute,
+    endpoints.GET_PS: ManyPsRoute,
+    endpoints.POST_OLLAMA_SHOW: ManyShowRoute,
+    endpoints.POST_OLLAMA_PULL: PullRoute,
+    endpoints.POST_OLLAMA_COPY: CopyRoute,
+    endpoints.DELETE_OLLAMA: DeleteRoute,
+    endpoints.GET_LMSTUDIO_MODELS: ManyLmStudioRoute,
+    endpoints.GET_LMSTUDIO_MODEL: ManyLmStudioRoute,
     endpoints.GET_READY: ManyReadyRoute,
     endpoints.GET_METRICS: ManyMetricsRoute,
     endpoints.GET_WATCH: ManyWatchRoute,

@@ -80,6 +80,21 @@ class Events(Framing):
         return self._event(self._chunks.error(failure.status, failure.body))
 
 
+class ObjectLines(Events):
+    """Chunks as lines of JSON. An output that failed ends the stream."""
+
+    content_type = JSON_LINES
+
+    def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
+        super().__init__(call, chunks)
+        self._event = _line
+        self._done = b""
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return encode_json(value) + b"\n"
+
+
 class Lines(Framing):
     """One JSON line for each result, or for each delta. A prompt that failed has its error as its result."""
 

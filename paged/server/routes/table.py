@@ -21,6 +21,7 @@ from .admin import (
     ResumeRoute,
 )
 from .generation import AnswerRoute, ResultRoute
+from .ollama import LmStudioRoute, NoChangeRoute, PsRoute, ShowRoute, TagsRoute
 from .page import PageRoute, WatchRoute
 from .responses import CancelRoute, DeleteResponseRoute, ResponseRoute, ResponsesRoute
 from .service import (
@@ -49,6 +50,14 @@ _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
     endpoints.POST_SCORE: ScoreRoute,
     endpoints.POST_TOKENIZE: TextRoute,
     endpoints.POST_DETOKENIZE: TextRoute,
+    endpoints.POST_OLLAMA_CHAT: AnswerRoute,
+    endpoints.POST_OLLAMA_GENERATE: AnswerRoute,
+    endpoints.POST_OLLAMA_EMBED: EmbeddingRoute,
+    endpoints.POST_OLLAMA_EMBEDDINGS: EmbeddingRoute,
+    endpoints.POST_OLLAMA_SHOW: ShowRoute,
+    endpoints.POST_OLLAMA_PULL: NoChangeRoute,
+    endpoints.POST_OLLAMA_COPY: NoChangeRoute,
+    endpoints.DELETE_OLLAMA: NoChangeRoute,
     endpoints.POST_GENERATE: ResultRoute,
     endpoints.POST_GENERATE_BATCH: ResultRoute,
 }
@@ -57,6 +66,11 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.GET_RESPONSE: ResponseRoute,
     endpoints.DELETE_RESPONSE: DeleteResponseRoute,
     endpoints.POST_CANCEL: CancelRoute,
+    endpoints.GET_TAGS: TagsRoute,
+    endpoints.GET_PS: PsRoute,
+    endpoints.GET_LMSTUDIO_MODELS: LmStudioRoute,
+    endpoints.GET_LMSTUDIO_MODEL: LmStudioRoute,
+    endpoints.GET_OLLAMA_VERSION: VersionRoute,
     endpoints.GET_MODELS: ModelsRoute,
     endpoints.GET_MODEL: ModelRoute,
     endpoints.GET_HEALTH: HealthRoute,
