@@ -19,6 +19,7 @@ from .calls.generate import GenerateCall
 from .calls.tokens import DetokenizeCall, TokenizeCall
 from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
+from .llamacpp.calls import ApplyTemplateCall, InfillCall, NativeCall
 from .messages.call import MessageCall, MessageCountCall
 from .messages.events import message_error
 from .ollama.answers import ollama_error
@@ -148,6 +149,23 @@ POST_TOKENIZE = Endpoint(
     "POST", "/tokenize", "Return the tokens of a text or a conversation", "Tokens", call=TokenizeCall
 )
 POST_DETOKENIZE = Endpoint("POST", "/detokenize", "Return the text of tokens", "Text", call=DetokenizeCall)
+POST_NATIVE, POST_INFILL = (
+    Endpoint("POST", path, summary, "Any", call=call, streamed=EVENTS)
+    for path, summary, call in (
+        ("/completion", "Complete a prompt, in llama.cpp's form", NativeCall),
+        ("/infill", "Fill in the middle of a text, in llama.cpp's form", InfillCall),
+    )
+)
+POST_APPLY_TEMPLATE = Endpoint(
+    "POST", "/apply-template", "Return the prompt of a conversation", "Any", call=ApplyTemplateCall
+)
+GET_PROPS, GET_SLOTS = (
+    Endpoint("GET", path, summary, "Any")
+    for path, summary in (
+        ("/props", "Describe the model, in llama.cpp's form"),
+        ("/slots", "List the requests in progress, in llama.cpp's form"),
+    )
+)
 POST_GENERATE, POST_GENERATE_BATCH = (
     Endpoint(
         "POST",

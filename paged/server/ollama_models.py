@@ -87,7 +87,7 @@ def shown_model(
     """
     files = _files_of(entry, local)
     config = _config_of(files)
-    template = "" if engine is None else _template_of(engine)
+    template = "" if engine is None else template_of(engine)
     if not template and files:
         template = _text_of(files[0].parent / "chat_template.jinja")
     architecture = str(config.get("model_type", ""))
@@ -110,7 +110,8 @@ def shown_model(
     }
 
 
-def _template_of(engine: AsyncEngine[Any]) -> str:
+def template_of(engine: AsyncEngine[Any]) -> str:
+    """Return the chat template of a loaded model; "" if it has none."""
     templates = engine.text.tokenizer.chat_templates if engine.text.tokenizer is not None else None
     if isinstance(templates, dict):
         return str(templates.get("default", ""))

@@ -14,6 +14,7 @@ from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
+from paged.protocol.llamacpp.fill import FAMILIES
 from paged.protocol.ollama.calls import CopyCall, NamedCall
 from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE, RESPONSES, changes, page
 
@@ -45,6 +46,8 @@ class Spelled:
             text.model_config,
         )
         self.tokenizer = self
+        self.special_ids = dict.fromkeys(FAMILIES[0], 0)
+        self.added_texts = frozenset()
 
     def encode(self, prompt, **options):
         return [*map(ord, f"{prompt}{options}")]
@@ -69,7 +72,7 @@ def outcome(url, body, text):
             return call.values
         if isinstance(call, TextCall):
             return asked, call.answer(Spelled(text), 2048)
-        asked["prompts"] = call.prompts(text)
+        asked["prompts"] = call.prompts(Spelled(text) if url == "/infill" else text)
         if isinstance(call, EmbeddingCall):
             return asked, call._vector(EMBEDDED)
         if isinstance(call, GenerationCall):

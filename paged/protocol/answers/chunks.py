@@ -70,11 +70,13 @@ class Chunks(ABC):
     failed (`failure_of`) is not added: its error is the last event.
 
     NAMES_EVENTS: whether each event is named by its type; the last event then says that the answer has ended.
+    ENDS_WITH_DONE: whether [DONE] follows plain events.
     IS_LINES: whether the chunks are sent as lines of JSON.
     """
 
     NAMES_EVENTS: ClassVar[bool] = False
     IS_LINES: ClassVar[bool] = False
+    ENDS_WITH_DONE: ClassVar[bool] = True
 
     def __init__(self, head: Head, form: Form, usage: Usage) -> None:
         self.form = form

@@ -34,6 +34,7 @@ from ..gallery import PERIOD_S
 from ..http.exchange import LOAD_S, Exchange, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
+from ..routes.llamacpp import PropsRoute, SlotsRoute
 from ..routes.page import CLOSED_LOOK_S
 from ..routes.table import HANDLERS, Handler
 from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
@@ -288,6 +289,14 @@ class ManyMetricsRoute:
         await exchange.respond(200, rendered(merged(parts)), CONTENT_TYPE)
 
 
+def last_used(lobby: Lobby, wanted: str | None) -> LoadedModel | None:
+    """Return the model of a name, or by default the one that was used last; None if it is not loaded."""
+    if wanted is not None:
+        return lobby.loaded.get(wanted)
+    models = lobby.host.residency.models
+    return max(lobby.loaded.values(), key=lambda each: models[each.entry.name].last_use, default=None)
+
+
 class ManyWatchRoute:
     """Streams pictures of the engine of one model: ?model=NAME, else the one that was used last."""
 
@@ -305,17 +314,10 @@ class ManyWatchRoute:
         try:
             async with until_disconnect(exchange):
                 while not lobby.is_closed:
-                    await self._show(response, exchange, self._chosen(wanted))
+                    await self._show(response, exchange, last_used(lobby, wanted))
                 await response.write(b"", more=False)
         finally:
             lobby.keep_alive.remove(response)
-
-    def _chosen(self, wanted: str | None) -> LoadedModel | None:
-        loaded = self._lobby.loaded
-        if wanted is not None:
-            return loaded.get(wanted)
-        models = self._lobby.host.residency.models
-        return max(loaded.values(), key=lambda each: models[each.entry.name].last_use, default=None)
 
     async def _show(self, response: StreamedResponse, exchange: Exchange, model: LoadedModel | None) -> None:
         """Send a picture, or that there is none."""
@@ -385,6 +387,25 @@ class NoReplicasRoute:
         raise HttpError(400, f"replicas {shown(number)}: each of several models has one engine process")
 
 
+class OfModelRoute:
+    """Answers for a model that is loaded: ?model=NAME, else the one that was used last."""
+
+    def __init__(self, route: Callable[[Any], Handler], lobby: Lobby) -> None:
+        self._route = route
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        name = exchange.query.get("model")
+        wanted = None if name is None else lobby.entry_of(name, exchange.key).name
+        model = last_used(lobby, wanted)
+        if model is None:
+            which = "no model is" if wanted is None else f"{wanted} is not"
+            raise HttpError(404, f"{which} loaded; a request loads one", param="model", code="not_loaded")
+        lobby.entry_of(model.entry.name, exchange.key)
+        await self._route(model.front)(exchange)
+
+
 def _handlers() -> Iterator[tuple[Endpoint, Callable[[Any], Handler]]]:
     for each in ROUTES:
         if each.call is not None and each not in _OWN:
@@ -398,6 +419,8 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.GET_MODELS: ManyModelsRoute,
     endpoints.GET_MODEL: OneOfManyRoute,
     endpoints.GET_HEALTH: ManyHealthRoute,
+    endpoints.GET_PROPS: partial(OfModelRoute, PropsRoute),
+    endpoints.GET_SLOTS: partial(OfModelRoute, SlotsRoute),
     endpoints.GET_TAGS: ManyTagsRoute,
     endpoints.GET_PS: ManyPsRoute,
     endpoints.POST_OLLAMA_SHOW: ManyShowRoute,

@@ -53,7 +53,7 @@ class Events(Framing):
         self._call = call
         self._chunks = chunks
         self._event: Callable[[dict[str, Any]], bytes] = named_event if chunks.NAMES_EVENTS else event
-        self._done = b"" if chunks.NAMES_EVENTS else DONE
+        self._done = DONE if chunks.ENDS_WITH_DONE and not chunks.NAMES_EVENTS else b""
         self._has_begun = False
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:

@@ -21,6 +21,7 @@ from .admin import (
     ResumeRoute,
 )
 from .generation import AnswerRoute, ResultRoute
+from .llamacpp import PropsRoute, SlotsRoute
 from .ollama import LmStudioRoute, NoChangeRoute, PsRoute, ShowRoute, TagsRoute
 from .page import PageRoute, WatchRoute
 from .responses import CancelRoute, DeleteResponseRoute, ResponseRoute, ResponsesRoute
@@ -58,6 +59,9 @@ _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
     endpoints.POST_OLLAMA_PULL: NoChangeRoute,
     endpoints.POST_OLLAMA_COPY: NoChangeRoute,
     endpoints.DELETE_OLLAMA: NoChangeRoute,
+    endpoints.POST_NATIVE: AnswerRoute,
+    endpoints.POST_INFILL: AnswerRoute,
+    endpoints.POST_APPLY_TEMPLATE: TextRoute,
     endpoints.POST_GENERATE: ResultRoute,
     endpoints.POST_GENERATE_BATCH: ResultRoute,
 }
@@ -66,6 +70,8 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.GET_RESPONSE: ResponseRoute,
     endpoints.DELETE_RESPONSE: DeleteResponseRoute,
     endpoints.POST_CANCEL: CancelRoute,
+    endpoints.GET_PROPS: PropsRoute,
+    endpoints.GET_SLOTS: SlotsRoute,
     endpoints.GET_TAGS: TagsRoute,
     endpoints.GET_PS: PsRoute,
     endpoints.GET_LMSTUDIO_MODELS: LmStudioRoute,
