@@ -109,7 +109,7 @@ $(VENV)-clients/ollama/.installed:
 
 $(VENV)-clients/javascript/.installed:
 	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0 @anthropic-ai/sdk@1.14.0 @openai/agents@0.20.0 \
-	  zod@4.6.7 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105
+	  zod@4.6.7 ollama@0.6.4 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105
 	touch $@
 
 # Coding agents, 1.2 GB. Their programs are in packages for each processor: no script of theirs has to be run.

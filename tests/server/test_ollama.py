@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -28,6 +29,7 @@ BODIES = json.loads(
     (SUPPORT / "ollama_bodies.json").read_text()
 )  # of the client's calls, by ollama_client.py
 CLIENT = Path(__file__).parents[2] / ".venv-clients" / "ollama" / "bin" / "python"
+PACKAGES = CLIENT.parents[2] / "javascript" / "node_modules"
 HELLO = [{"role": "user", "content": "def f(x):"}]
 OPTIONS = {"num_predict": 6, "seed": 1}
 
@@ -92,6 +94,22 @@ def test_the_client_itself(engine, tmp_path, hub):  # noqa: ARG001
     assert json.loads((tmp_path / "bodies.json").read_text()) == BODIES
     assert json.loads(found["chat schema"]["message"]["content"])["a"] <= 9
     assert found["async"]["whole"] == found["async"]["joined"] == found["chat"]["message"]["content"]
+
+
+@pytest.mark.skipif(
+    not (PACKAGES / "ollama").exists() or which("node") is None, reason="make clients installs it"
+)
+def test_the_javascript_client(engine, tmp_path, hub):  # noqa: ARG001
+    own = tmp_path / "models.toml"
+    own.write_text('[a]\ncheckpoint = "demo"\n')
+    with lobby_here(engine, own, allow_model_changes=True) as (served, _):
+        arguments = ["node", SUPPORT / "ollama_client.mjs", PACKAGES.parent, served.url, "a"]
+        run = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    failed = {name for name, each in found.items() if isinstance(each, dict) and "error" in each}
+    assert failed == {"create", "push"}
+    assert found["chat stream"] > 1
+    assert json.loads(found["format"]["message"]["content"])["a"] == 1
 
 
 def test_a_stream_is_the_whole_answer_in_lines(server, served):
