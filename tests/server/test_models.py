@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import threading
@@ -17,6 +18,7 @@ from paged.base.errors import CheckpointError, ConfigError
 from paged.checkpoints.library.models_file import ModelsFile
 from paged.server.models import routes
 from paged.server.models.catalog import Catalog
+from tests import at_home
 from tests.support.lobbies import SIZE, lobby_here, lobby_of_processes
 from tests.support.served import Served, eventually, held
 
@@ -265,6 +267,22 @@ def test_a_key_sees_and_loads_its_own_models_alone(engine, file, tmp_path):
         assert server.request("POST", COMPLETIONS, completion("a"), headers)[0] == 200
         listed = json.loads(server.request("GET", "/v1/models", headers=headers)[2])["data"]
         assert [each["id"] for each in listed] == ["a"]
+
+
+def test_a_load_of_many_models_ends_with_every_answer_right(lobby, served):
+    """A share of `python -m tests.at_home`, whose engines are processes that get killed."""
+    server, loading = lobby
+    loading.load_s = 0.01
+    texts = {}
+    for prompt in at_home.PROMPTS:
+        text = served.post(COMPLETIONS, prompt=prompt, **at_home.PARAMS)["choices"][0]["text"]
+        texts |= {(name, prompt): text for name in "abc"}
+    tally = at_home.load(server, texts, 80, random.Random(1))
+    at_home.check(tally, 80, SIZE, may_fail=False)
+    assert loading.log.count("load a") > 3
+    residency = server.front.host.residency
+    eventually(lambda: not residency.waiting and not any(each.users for each in residency.models.values()))
+    residency.check()
 
 
 def test_names_that_are_given_twice_are_refused(file):
