@@ -39,6 +39,7 @@ from tests.support.served import Served
 COMPLETIONS = "/v1/completions"
 PROMPTS = ("def f(", "class A:", "import os\n", "x = [")
 FLOOD = 12  # requests at once
+MOST_WAIT_S = 900.0  # for an answer, behind other models
 PARAMS = {"max_tokens": 6, "temperature": 0}
 # docs.ollama.com/faq: models stay for 5 minutes, requests queue while others unload, at most 512 of them.
 OLLAMA = {"keep_alive_s": 300, "queue": 512, "load": "waits until models that are idle have gone"}
@@ -59,7 +60,8 @@ class Tally:
 
 def ask(served: Served, name: str, prompt: str, wanted: Mapping[tuple[str, str], str], tally: Tally) -> None:
     """Send a request, and compare its answer."""
-    status, _, data = served.request("POST", COMPLETIONS, {"model": name, "prompt": prompt, **PARAMS})
+    body = {"model": name, "prompt": prompt, **PARAMS}
+    status, _, data = served.request("POST", COMPLETIONS, body, patience_s=MOST_WAIT_S)
     tally.statuses[status] += 1
     if status == 200:
         text = json.loads(data)["choices"][0]["text"]

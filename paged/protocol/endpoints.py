@@ -25,7 +25,6 @@ from .messages.events import message_error
 from .ollama.answers import ollama_error
 from .ollama.calls import (
     CopyCall,
-    DeleteCall,
     NamedCall,
     OllamaChatCall,
     OllamaEmbedCall,
@@ -85,7 +84,6 @@ class Endpoint:
         is_admin = self.access == "admin"
         assert is_admin == self.path.startswith(ADMIN_PREFIX), f"{where}: {ADMIN_PREFIX} is for the admin key"
         has_call = self.method == "POST" and not is_admin and "{" not in self.path
-        has_call = has_call or (self.method == "DELETE" and self.call is not None)
         assert has_call == (self.call is not None), (
             f"{where}: POST has a call, GET and admin have none, and neither has what names its object"
         )
@@ -197,9 +195,8 @@ POST_OLLAMA_EMBED, POST_OLLAMA_EMBEDDINGS, POST_OLLAMA_SHOW, POST_OLLAMA_PULL, P
 DELETE_OLLAMA = Endpoint(
     "DELETE",
     "/api/delete",
-    "Remove a model; only with --allow-model-changes",
+    "Remove the model that the body names; only with --allow-model-changes",
     "Any",
-    call=DeleteCall,
     error="OllamaError",
 )
 GET_TAGS, GET_PS = (

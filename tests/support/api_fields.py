@@ -61,7 +61,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/show": {"model": "m"},
     "/api/pull": {"model": "owner/name"},
     "/api/copy": {"source": "m", "destination": "n"},
-    "/api/delete": {"model": "m"},
     GENERATE: {"prompts": ["x"]},
     "/generate/batch": {"prompts": ["x"]},
 }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...base.errors import CheckpointError, ConfigError, PagedError, RequestError
+from ...base.validation import shown
 from ...checkpoints.library.local import find_local, remove_local
 from ...checkpoints.library.models_file import ModelEntry
 from ...checkpoints.library.pull import Progress, RemoteFile, RemoteModel
 from ...protocol.endpoints import (
-    DELETE_OLLAMA,
+    DEFAULT_LIMITS,
     GET_LMSTUDIO_MODEL,
     GET_LMSTUDIO_MODELS,
     POST_OLLAMA_COPY,
@@ -19,7 +20,7 @@ from ...protocol.endpoints import (
     POST_OLLAMA_SHOW,
     parse_call,
 )
-from ...protocol.ollama.calls import CopyCall, NamedCall
+from ...protocol.ollama.calls import CopyCall, DeleteCall, NamedCall
 from ..front_end import LATEST_TAG
 from ..http.exchange import JSON_LINES, Exchange, encode_json, until_disconnect
 from ..http.failures import HttpError
@@ -209,6 +210,13 @@ def _digest_of(progress: Progress, files: list[RemoteFile]) -> dict[str, Any]:
     return {"digest": digest, "total": progress.file.size, "completed": completed}
 
 
+def _deleted(body: Any) -> DeleteCall:
+    """Return the body of a DELETE, of which other routes have none."""
+    if not isinstance(body, Mapping):
+        raise RequestError(f"body must be an object, got {shown(body)}")
+    return DeleteCall(body, DEFAULT_LIMITS)
+
+
 class DeleteRoute:
     """Removes a model from the hub's cache, or forgets a name of models.toml."""
 
@@ -218,8 +226,7 @@ class DeleteRoute:
     async def __call__(self, exchange: Exchange) -> None:
         lobby = self._lobby
         check_may_change(lobby, exchange)
-        call = await exchange.read_json(lambda body: parse_call(DELETE_OLLAMA.path, body))
-        assert isinstance(call, NamedCall)
+        call = await exchange.read_json(_deleted)
         entry = lobby.entry_of(call.name, exchange.key)
         await asyncio.to_thread(self._remove, entry)
         lobby.host.unload(entry.name)
