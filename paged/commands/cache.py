@@ -27,7 +27,7 @@ Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help=_NA
 
 @cache.callback(invoke_without_command=True)
 def root(context: typer.Context, weights_cache: Folder = None) -> int:
-    """List the packed weights that are kept, or remove them. The last used come first."""
+    """List the packed weights that are stored, the most recently used first, or remove them."""
     if context.invoked_subcommand is not None:
         return 0
     found = _listed(weights_cache)
@@ -46,7 +46,7 @@ def rm(
     names: Names = None,
     weights_cache: Folder = None,
 ) -> int:
-    """Remove packed weights. Engines that run go on with them."""
+    """Remove packed weights. Running engines are not affected."""
     from ..checkpoints.weights_cache.folder import WeightsCache
 
     found = _listed(weights_cache)

@@ -69,7 +69,7 @@ class Front(Protocol):
 
 
 def new_app(front: FrontEnd) -> ASGIApp:
-    """Return the application that serves an engine."""
+    """Return the ASGI application that serves an engine."""
     return with_origins(App(front), front.options)
 
 
@@ -102,14 +102,15 @@ def new_ollama_app(app: ASGIApp, options: ServeOptions) -> ASGIApp:
 
 
 def new_metrics_app(front: FrontEnd) -> ASGIApp:
-    """Return the application of --metrics-port, which needs no key."""
+    """Return the ASGI application for --metrics-port, which needs no key."""
     return App(front, MONITORED, is_open=True)
 
 
 class App:
     """Routes requests to their handlers. Any error that a handler raises becomes a response.
 
-    is_open: whether no route needs a key. handlers: what answers each route.
+    is_open: whether all routes can be used without a key.
+    handlers: what answers each route.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class App:
 
 
 def routes_near(path: str, paths: Sequence[str]) -> str:
-    """Return the part of a message about an unknown path that names similar ones."""
+    """Return the part of an error message that lists paths similar to an unknown one."""
     if len(paths) <= MOST_NAMED:
         return f"but {', '.join(paths)}"
     wanted = path[:MOST_COMPARED].rstrip("/").lower()
