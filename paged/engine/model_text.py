@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..architectures.config import ModelConfig
 from ..architectures.generation_config import (
     NO_DEFAULTS,
+    SHAPES,
     chat_defaults,
     read_eos_token_ids,
     read_sampling_defaults,
@@ -83,6 +84,16 @@ class ModelText:
         max_tokens: the default if generation_config.json has no max_new_tokens.
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    def set_defaults(self, sampling: Mapping[str, Any]) -> None:
+        """Set parameters of requests that do not give them, before those of the checkpoint.
+
+        Raises RequestError for parameters that do not go together.
+        """
+        if sampling:
+            self.sampling_defaults = {**self.sampling_defaults, **sampling}
+            self.chat_defaults = self.chat_defaults if SHAPES.isdisjoint(sampling) else {}
+            self.params_of({})
 
     @cached_property
     def default_params(self) -> SamplingParams:
