@@ -88,6 +88,7 @@ class Needs(NamedTuple):
     head_dims: of K and V, of all layers.
     quantization: what weights in floats are quantised to while they load, if to anything.
     has_codes: weights may be stored in codes, as in a quantised checkpoint.
+    tower_head_dim: of a vision tower, whose K and V have the model's dtype; None: there is none.
     """
 
     operations: frozenset[str]
@@ -96,3 +97,4 @@ class Needs(NamedTuple):
     head_dims: frozenset[tuple[int, int]]
     quantization: str | None
     has_codes: bool
+    tower_head_dim: int | None = None

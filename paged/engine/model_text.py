@@ -17,9 +17,10 @@ from ..architectures.generation_config import (
     read_eos_token_ids,
     read_sampling_defaults,
 )
+from ..architectures.hf_config import read_config
 from ..base.errors import RequestError, UsageError
 from ..checkpoints.model_directory import resolve
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, most_images
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from ..text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
+    from ..text.images import ImagePrompts
     from .embedding_head import EmbeddingHead
 
 logger = logging.getLogger(__name__)
@@ -36,11 +38,25 @@ EMBEDDING_FILES = ("modules.json", "1_Pooling")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
+def read_model(config: EngineConfig, directory: Path) -> tuple[ModelConfig, str]:
+    """Read config.json, and what the model sees images with. Return also why it sees none, if it does not.
+
+    Raises CheckpointError and UnsupportedModelError.
+    """
+    model = read_config(directory)
+    if not model.placeholders:
+        return model, ""
+    from ..images.reading import with_vision
+
+    return with_vision(config, model, directory)
+
+
 class ModelText:
     """The tokenizer, chat templates and sampling defaults of a checkpoint.
 
     It needs no torch, so a process without the model can make requests for one that has it.
 
+    no_images: why the model sees no images, if it does not.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
     sampling_defaults: the parameters that the checkpoint sets.
@@ -50,8 +66,12 @@ class ModelText:
     Raises CheckpointError for files that are missing or wrong.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
+    ) -> None:
         self.model_config = model_config
+        self._no_images = no_images
+        self._most_images = most_images(config.limit_mm_per_prompt)
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -66,7 +86,19 @@ class ModelText:
 
     def new_parser(self, max_model_len: int) -> PromptParser:
         """Return a parser of prompts for contexts of up to max_model_len tokens."""
-        return PromptParser(self.model_config, self.tokenizer, max_model_len)
+        return PromptParser(
+            self.model_config, self.tokenizer, max_model_len, self.images, self._no_images
+        )
+
+    @cached_property
+    def images(self) -> ImagePrompts | None:
+        """What reads the images of prompts; None if the model sees none."""
+        vision = self.model_config.vision
+        if vision is None:
+            return None
+        from ..text.images import ImagePrompts
+
+        return ImagePrompts(vision, self.tokenizer, self._most_images)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is none."""

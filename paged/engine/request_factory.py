@@ -116,6 +116,12 @@ class RequestFactory:
         if not any(sample.num_output_tokens for sample in samples):
             samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
+            if inputs.uncut:
+                raise RequestError(
+                    f"prompt_logprobs is not supported for images of {self.model_config.architecture}, whose "
+                    "tokens see later ones",
+                    param="prompt_logprobs",
+                )
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
@@ -214,7 +220,9 @@ class RequestFactory:
                 f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
                 param="cache_salt",
             )
-        parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace)
+        parsed = ParsedPrompt(
+            inherited.prompt, inherited.prompt_token_ids, inherited.namespace, inherited.images
+        )
         rules = inherited.rules if params is inherited.params else self._token_rules(params)
         prepared = Prepared(parsed, rules, _stops(params))
         same_deadline = params is inherited.params or params.timeout_s is None
@@ -259,6 +267,8 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
+        if spec.prompt.images:
+            raise RequestError("multi_modal_data is for prompts that are completed: reports are of text alone")
         report = spec.report(self._text)
         if report.num_top is not None:
             self._check_head()
@@ -320,9 +330,18 @@ class RequestFactory:
             tenant=tenant,
             part_of=part_of,
             namespace=prompt.namespace,
+            images=prompt.images,
+            uncut=self._uncut(prompt),
             long_from=self.prompts.long_from,
             deadline=deadline,
         )
+
+    def _uncut(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
+        """Return the runs of a prompt's tokens that see each other."""
+        vision = self.model_config.vision
+        if vision is None or not vision.sees_itself:
+            return ()
+        return tuple((image.start, image.end) for image in prompt.images)
 
     def _check_possible(
         self,

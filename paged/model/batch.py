@@ -21,6 +21,7 @@ class Queries:
     min_seqlen_q: int
     max_decode_q: int = 1  # of how many new tokens a sequence is a decode, whose keys attention may split
     max_seq_len: int | None = None  # no sequence is longer; None: as long as block tables allow
+    last_keys: Tensor | None = None  # i32, the last position that each of these tokens sees; None: its own
     # By a layer's `plan_key`, the stride of its queries and the width of its block table; made by the first
     # such layer
     plans: dict[tuple[int | None, int, int, int], AttentionPlan] = field(default_factory=dict)
@@ -46,6 +47,8 @@ class Batch:
     seats: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
+    # Embeddings in place of those of tokens, such as of images: i64[n] and [n, hidden_size]. None: there are none
+    given: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

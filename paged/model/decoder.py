@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
     from .layers.states import StateLayer
+    from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -238,6 +239,11 @@ class Decoder(nn.Module):
         self.embedding_factor = float(multiplier) / config.residual_multiplier
         if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
+        self.tower: Vit | None = None
+        if part.is_first and config.vision is not None:
+            from .towers.vit import Vit
+
+            self.tower = Vit(config.vision, config.hidden_size, kernels)
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
@@ -276,6 +282,8 @@ class Decoder(nn.Module):
             residual: Tensor = self.embedding(batch.token_ids)
             if self.embedding_factor != 1.0:
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
+            if batch.given is not None:
+                residual.index_copy_(0, *batch.given)
             inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
             stream = Stream(residual, None, inputs)
         rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
@@ -364,7 +372,7 @@ class Decoder(nn.Module):
         """
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
-        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        linear = [each for each in self.modules() if isinstance(each, Linear) and not each.stays_float]
         experts = [module for module in self.modules() if isinstance(module, ManyExperts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"

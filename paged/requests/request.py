@@ -20,12 +20,16 @@ from .token_rules import TokenRules
 
 if TYPE_CHECKING:
     from .prompt_report import PromptReport, TokenLogprobs
+    from ..blocks.content_chain import Content
+    from .images import PromptImage
     from .stop_strings import StopStrings
 
 
 class TextPrompt(TypedDict):
     """A prompt as text.
 
+    multi_modal_data: {"image": ...}, an image or a list of them: a path, the bytes of a file, or an image of
+        Pillow or numpy.
     cache_salt: only prompts of the same salt share cached blocks.
     add_special_tokens: False for text that contains them, such as a chat template's.
     """
@@ -33,6 +37,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     add_special_tokens: NotRequired[bool]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -40,6 +45,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -153,6 +159,9 @@ class RequestInputs:
     part_of: the call that this request is one of many parts of, such as an HTTP request with many prompts; ""
         if it is a call by itself. The parts of a call are queued one at a time.
     deadline: the time of the request's timeout, on the scheduler's clock.
+    images: of the prompt, in order.
+    uncut: the runs [first, end) of tokens of the prompt that see each other: no step computes a part of one
+        but for what follows cached blocks.
     """
 
     request_id: str = ""
@@ -174,7 +183,14 @@ class RequestInputs:
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
+    images: tuple[PromptImage, ...] = ()
+    uncut: tuple[tuple[int, int], ...] = ()
     wants_logprobs: bool = field(init=False)  # of the output
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """What the placeholders among the prompt's tokens stand for."""
+        return [image.content for image in self.images] if self.images else ()
 
     def __post_init__(self) -> None:
         params = self.params

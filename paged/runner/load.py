@@ -26,7 +26,7 @@ from ..kernels.backend import Kernels, load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.steps import Needs
 from ..model.decoder import Decoder
-from ..model.weights.choice import choose_forms
+from ..model.weights.choice import Forms, choose_forms
 from ..model.weights.loading import (
     KVScales,
     Loader,
@@ -40,6 +40,7 @@ from .sizes import Sizes
 
 if TYPE_CHECKING:
     from ..architectures.schemes import Quantization
+    from ..architectures.towers import VisionSpec
     from ..model.model import Model
     from ..model.weights.kv_scales import FoundScales
 
@@ -112,6 +113,7 @@ def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
         dtype=getattr(torch, sizes.dtype),
         cache_dtype=getattr(torch, sizes.kv_dtype),
         head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes.values()),
+        tower_head_dim=None if config.vision is None else config.vision.tower.head_dim,
         quantization=sizes.config.quantization,
         has_codes=bool(loader.recognizers),
     )
@@ -128,6 +130,18 @@ def operations_of(config: ModelConfig) -> Iterator[str]:
         yield from ("gelu_and_mul", "rms_norm", "scale_and_cap")
     for layer in config.layers:
         yield from _of_layer(layer)
+    if config.vision is not None:
+        yield from _of_vision(config.vision)
+
+
+def _of_vision(vision: VisionSpec) -> Iterator[str]:
+    tower = vision.tower
+    for norm in (tower.norm, vision.projector.norm):
+        yield "layer_norm" if norm.subtracts_mean else "rms_norm"
+    activations = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
+    yield from ("add", "gelu")
+    if tower.gated:
+        yield activations[tower.activation]
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:
@@ -297,7 +311,17 @@ def open_model(
 
             require_whole_groups(whole)
         check_weights(whole.loadables(), sources, names, directory, recognizers)
-        yield model, Loader(sources, forms, device, recognizers, kv_scales)
+        loader = Loader(sources, forms, device, recognizers, kv_scales)
+        if model_config.vision is not None and config.quantization is not None:
+            loader = replace(loader, float_forms=_float_forms(sizes, kernels, device))
+        yield model, loader
+
+
+def _float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
+    """Choose the forms of weights that stay floats in a quantised model."""
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
+    return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)
 
 
 def _recognizers_of(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .decode_graphs import DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
+    from .images import Images
 
 
 class ModelRunner(PartRunner):
@@ -71,6 +72,7 @@ class ModelRunner(PartRunner):
             with_lens=model_config.long_context is not None,
             with_last_tokens=self.sizes.part is not None,
             with_pending=self.sizes.part is None and self.num_in_flight > 1,
+            image_token=None if model_config.vision is None else model_config.vision.token_id,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
@@ -85,6 +87,15 @@ class ModelRunner(PartRunner):
             # No more logits at once than in the step by which memory was measured.
             reporter.max_rows = min(reporter.max_rows, self.sizes.config.num_seats)
         return reporter
+
+    @cached_property
+    def images(self) -> Images:
+        """Computes the embeddings of images, and keeps them."""
+        from .images import Images
+
+        tower = self.model.tower
+        assert tower is not None, "a prompt with images was accepted by a model without a tower"
+        return Images(tower, self.device, self.dtype, int(self.config.mm_processor_cache_gb * 2**30))
 
     def describe(self) -> str:
         """Return dtype, device, threads and attention backend as one phrase."""
@@ -175,6 +186,7 @@ class ModelRunner(PartRunner):
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
+        images = None if not computed.images else self.images.put(computed, upload)
         draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
         reports = None
         if computed.asked:
@@ -185,11 +197,16 @@ class ModelRunner(PartRunner):
         if self.sampler.of_seats is not None:
             self.sampler.of_seats.write()
         masks = draw.start_masks()
-        if self.decode_graphs is not None and self.decode_graphs.run(step, draw, masks, download):
+        can_replay = self.decode_graphs is not None and images is None
+        if can_replay and self.decode_graphs.run(step, draw, masks, download):
             download.send()
             return Pending(self, download, draw, masks)
         batch = self.batches.batch(step)
+        if images is not None:
+            self.images.add_to(batch, images)
         logits, best, hidden = self.compute(batch)
+        if images is not None:  # a batch may be used again
+            batch.given = batch.queries.last_keys = None
         tokens = draw.run(logits, download, masks, best, self.batches.places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)

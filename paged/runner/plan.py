@@ -6,11 +6,14 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
 from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+
+if TYPE_CHECKING:
+    from .image_rows import ImageRows
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -52,6 +55,8 @@ class ComputedPart:
         it. Rows with drafts occur once for each of their tokens.
     asked: the prompt positions for which a report is wanted in this step; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
+    images: the tokens that get embeddings of images. They are not written as bytes.
+    last_keys: the last position that each token sees; None: its own.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -71,6 +76,8 @@ class ComputedPart:
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
+    images: Sequence[ImageRows] = ()
+    last_keys: array[int] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -104,6 +111,7 @@ class ComputedPart:
 
     def to_bytes(self) -> bytes:
         """Write the part, for `from_bytes`."""
+        assert not self.images, "images are computed by one process"
         pairs = (self.swap_out, self.swap_in, self.copies, self.state_moves)
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
         tuples = (*pairs, self.asked, self.changes)
@@ -220,6 +228,7 @@ class Planner:
     with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
     with_last_tokens: whether a plan has the last tokens of decodes, for processes that do not draw them.
     with_pending: whether steps are planned before the tokens of those in flight are known.
+    image_token: the token that stands for an embedding of an image; None: the model sees none.
     """
 
     def __init__(
@@ -227,6 +236,7 @@ class Planner:
         block_size: int,
         num_groups: int,
         *,
+        image_token: int | None = None,
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
@@ -238,6 +248,8 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
+        self.image_token = image_token
+        self._seeing = dict[int, Request]()  # by seat, the requests with images that may not be computed yet
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -271,6 +283,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
+        if self.image_token is not None:
+            self._add_images(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
@@ -282,6 +296,24 @@ class Planner:
         if asked:
             sampled.reports = [_report_params(schedule.requests[rows.row], rows) for rows in asked]
         return StepPlan(computed, sampled)
+
+    def _add_images(self, schedule: Schedule, part: ComputedPart) -> None:
+        """Add the tokens of images that the step computes."""
+        if schedule.newcomers or schedule.vacated:
+            for seat in schedule.vacated:
+                self._seeing.pop(seat, None)
+            self._seeing.update((r.seat, r) for r in schedule.newcomers if r.inputs.images)
+        if not self._seeing:
+            return
+        from .image_rows import image_rows, last_keys
+
+        assert self.image_token is not None, "the model sees images"
+        part.images = image_rows(schedule.requests, part.starts, part.counts, self.image_token)
+        if part.images and schedule.requests and any(r.inputs.uncut for r in self._seeing.values()):
+            part.last_keys = last_keys(schedule.requests, part.starts, part.counts)
+        for row, request in enumerate(schedule.requests):
+            if request.inputs.images and part.starts[row] + part.counts[row] >= request.inputs.images[-1].end:
+                self._seeing.pop(request.seat, None)
 
     def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:
         """Add the new entries of grown block tables, except of requests whose tokens are sent as well."""

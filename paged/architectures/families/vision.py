@@ -1,0 +1,176 @@
+"""Read what config.json says about a vision tower. The text model is read by itself: see `multimodal`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...base.errors import CheckpointError, UnsupportedModelError
+from ...base.validation import check_int, check_number, shown
+from ..config import ModelConfig, TensorNames
+from ..spec import NormSpec
+from ..towers import PoolSpec, TowerNames, TowerSpec, VisionSpec
+from .reading import CEILINGS, Config, activation_of
+
+VISION = "vision."  # how the names of a tower's tensors begin in the decoder's terms
+PROJECTOR = "projector."
+MAX_IMAGE_SIZE = 16384
+_SIGLIP = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_SIGLIP_NAMES = TowerNames(
+    patch="embeddings.patch_embedding",
+    layers="encoder.layers.",
+    before_attention="layer_norm1",
+    query_key_value=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    before_mlp="layer_norm2",
+    gate=None,
+    up="mlp.fc1",
+    down="mlp.fc2",
+    positions="embeddings.position_embedding",
+    last_norm="post_layernorm",
+)
+
+
+def _with_tower(text: TensorNames, towers: tuple[str, ...], skipped: tuple[str, ...] = ()) -> TensorNames:
+    """Return the names of the tensors of text and tower together.
+
+    towers: the prefixes of the tower's tensors in checkpoints, the longest first.
+    skipped: names of a part of the tower that is not loaded.
+    """
+    projectors = ("multi_modal_projector.", "model.multi_modal_projector.")
+    read = {**dict.fromkeys(towers, VISION), **dict.fromkeys(projectors, PROJECTOR)}
+    left = tuple(each for each in text.skipped_prefixes if each not in read)
+    more = tuple(tower + each for tower in towers for each in skipped)
+    return replace(text, prefixes=(*read.items(), *text.prefixes), skipped_prefixes=left + more)
+
+
+def _size(vision: Config, name: str, most: int | None = None) -> int:
+    return check_int(CheckpointError, f"vision_config.{name}", vision.get(name), 1, most or CEILINGS[name])
+
+
+def _tower_sizes(vision: Config) -> dict[str, Any]:
+    """Read the sizes that all towers have. Raises CheckpointError for those that contradict each other."""
+    hidden = _size(vision, "hidden_size")
+    num_heads = _size(vision, "num_attention_heads")
+    if hidden % (2 * num_heads):
+        raise CheckpointError(
+            f"vision_config.hidden_size {hidden} does not divide into {num_heads} heads of even size"
+        )
+    channels = _size(vision, "num_channels", 3)
+    if channels != 3:
+        raise UnsupportedModelError(f"vision_config.num_channels {channels} is not supported; 3 is")
+    return {
+        "hidden_size": hidden,
+        "num_heads": num_heads,
+        "inner_size": _size(vision, "intermediate_size"),
+        "num_layers": _size(vision, "num_hidden_layers"),
+        "patch_size": _size(vision, "patch_size", 64),
+    }
+
+
+def _require_type(vision: Config, wanted: str) -> None:
+    kind = vision.get("model_type", wanted)
+    if kind != wanted:
+        raise UnsupportedModelError(
+            f"vision_config.model_type {shown(kind)} is not supported; {wanted} is"
+        )
+
+
+def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> VisionSpec:
+    _require_type(vision, "siglip_vision_model")
+    vision = {**_SIGLIP, **vision}
+    sizes = _tower_sizes(vision)
+    image_size = _size(vision, "image_size", MAX_IMAGE_SIZE)
+    patch_size = sizes["patch_size"]
+    grid = image_size // patch_size
+    eps = check_number(CheckpointError, "vision_config.layer_norm_eps", vision["layer_norm_eps"], 0, 1)
+    tokens = hf.get("mm_tokens_per_image", 256)
+    num_tokens = check_int(CheckpointError, "mm_tokens_per_image", tokens, 1, grid**2)
+    side = math.isqrt(num_tokens)
+    if image_size % patch_size or side**2 != num_tokens or grid % side:
+        raise CheckpointError(
+            f"mm_tokens_per_image {num_tokens} must be squares that divide {grid} x {grid} patches, those of "
+            f"{patch_size} pixels in images of {image_size}"
+        )
+    windows = [each.window for each in text.attentions.values() if each.window is not None]
+    if windows and min(windows) < num_tokens:
+        raise UnsupportedModelError(
+            f"mm_tokens_per_image {num_tokens} is not supported with sliding_window {min(windows)}: the "
+            "tokens of an image must see each other in every layer"
+        )
+    tower = TowerSpec(
+        **sizes,
+        names=_SIGLIP_NAMES,
+        norm=NormSpec(eps, subtracts_mean=True),
+        activation=activation_of(vision, "hidden_act", ("gelu_tanh", "gelu")),  # type: ignore[arg-type]
+        grid=grid,
+    )
+    return VisionSpec(
+        family="gemma3",
+        tower=tower,
+        projector=PoolSpec(side=grid // side, norm=NormSpec(eps, unit_offset=True)),
+        token_id=_token_id(hf, "image_token_index", 262144, text),
+        tokens_per_image=num_tokens,
+        sees_itself=True,
+        boundary_ids=(
+            _token_id(hf, "boi_token_index", 255999, text),
+            _token_id(hf, "eoi_token_index", 256000, text),
+        ),
+        names=_with_tower(
+            names,
+            (
+                "vision_tower.vision_model.",
+                "model.vision_tower.vision_model.",
+                "vision_tower.",
+                "model.vision_tower.",
+            ),
+            skipped=("head.",),
+        ),
+    )
+
+
+def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
+    """Return the token that stands for embeddings of images."""
+    other = key.replace("_index", "_id")
+    name = other if hf.get(other) is not None else key
+    return check_int(CheckpointError, name, hf.get(name, default), 0, text.vocab_size - 1)
+
+
+Read = Callable[[Config, Config, ModelConfig, TensorNames], VisionSpec]
+READERS: Mapping[str, Read] = {"Gemma3ForConditionalGeneration": _gemma3}
+# What else a model could see with, and why it does not yet.
+NOT_YET = (
+    "its images are not supported yet, only its text is; those of "
+    f"{', '.join(name.removesuffix('ForConditionalGeneration') for name in READERS)} are"
+)
+
+
+def vision_of(hf: Config, text: ModelConfig) -> VisionSpec:
+    """Return what a model sees images with.
+
+    hf: config.json. text: the model that `hf_config` has read from it.
+
+    Raises UnsupportedModelError for a tower that is not implemented, and CheckpointError for wrong values.
+    """
+    read = READERS.get(text.architecture)
+    if read is None:
+        raise UnsupportedModelError(NOT_YET)
+    vision = hf.get("vision_config")
+    if not isinstance(vision, dict):
+        raise CheckpointError(f"vision_config must be an object, got {shown(vision)}")
+    if "quantization_config" in vision:
+        raise UnsupportedModelError("vision_config.quantization_config is not supported")
+    return read(hf, vision, text, text.tensor_names)
+
