@@ -166,10 +166,24 @@ class ModelText:
             return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
         from ..text.marked_text import Placeholders
 
-        messages = self._turns(messages, template)
-        conversation = Placeholders(messages, self._markers)
-        text = self.chat_templates.render(conversation.messages, **template)
-        return {"prompt": conversation.restored(text), "add_special_tokens": False}
+        def write(messages: Sequence[Message]) -> str:
+            conversation = Placeholders(self._turns(messages, template), self._markers)
+            return conversation.restored(self.chat_templates.render(conversation.messages, **template))
+
+        if any(_has_parts(message) for message in messages):
+            from ..text.chat_images import has_images, take_images, written
+
+            if has_images(messages):
+                if self.images is None:
+                    raise RequestError(
+                        f"messages with images are refused: {self._no_images or 'this model takes text alone'}",
+                        param="messages",
+                    )
+                messages, images = take_images(messages)
+                text = written(messages, images, self.images, write)
+                data = {"image": images}
+                return {"prompt": text, "add_special_tokens": False, "multi_modal_data": data}
+        return {"prompt": write(messages), "add_special_tokens": False}
 
     def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
         """Return a conversation in the form that its template demands."""
@@ -202,6 +216,12 @@ def is_conversation(messages: Any) -> bool:
     """Return whether these look like messages. The templates report what is wrong with a conversation."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     return is_list and all(isinstance(message, Mapping) for message in messages)
+
+
+def _has_parts(message: Mapping[str, Any]) -> bool:
+    """Return whether the content of a message is a list, in which images may be."""
+    content = message.get("content")
+    return isinstance(content, Sequence) and not isinstance(content, str | bytes)
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:

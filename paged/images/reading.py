@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
-from ..architectures.families.vision import vision_of
+from ..architectures.families.vision import require_reader, vision_of
 from ..architectures.gguf_paths import GGUF_KEY
 from ..architectures.hf_config import read_hf, read_json
 from ..architectures.towers import ProcessingSpec, VisionSpec
@@ -60,11 +60,12 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> Vis
     hf = read_hf(directory)
     if GGUF_KEY in hf:
         raise UnsupportedModelError("a GGUF file has its text part alone, and mmproj files are not read yet")
+    require_reader(model)
+    source, given, beside = _processor_config(directory)
     try:
         vision = vision_of(hf, model)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    source, given, beside = _processor_config(directory)
     given = {**given, **(config.mm_processor_kwargs or {})}
     try:
         return replace(vision, processing=processing_of(vision, given, beside))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +19,10 @@ from .image_rows import ImageRows
 from .plan import ComputedPart
 
 
+MOST_PATCHES = 8192  # at once, but for an image that has more
+MOST_BYTES_ON_GPU = 256 * 2**20
+
+
 class _Step(NamedTuple):
     """What is sent for the images of a step."""
 
@@ -29,14 +34,14 @@ class _Step(NamedTuple):
 class Images:
     """Computes the embeddings of images, and keeps those used last, by the sha256 of their images.
 
-    most_bytes: of the embeddings that are kept for later steps.
+    most_bytes: of the embeddings that are kept for later steps. A GPU keeps at most MOST_BYTES_ON_GPU.
     """
 
     def __init__(self, tower: Vit, device: torch.device, dtype: torch.dtype, most_bytes: int) -> None:
         self._tower = tower
         self._device = device
         self._dtype = dtype
-        self._most_bytes = most_bytes
+        self._most_bytes = min(most_bytes, MOST_BYTES_ON_GPU) if device.type == "cuda" else most_bytes
         self._kept = OrderedDict[bytes, Tensor]()  # the one used last at the end
         self._num_bytes = 0
         self.num_computed = 0  # images that the tower has seen
@@ -68,8 +73,35 @@ class Images:
             found |= self._computed(missing)
         return found
 
+    def rehearse(self) -> None:
+        """Run the tower on as many patches as it gets at once, beside as many bytes as are kept.
+
+        On a GPU, memory for this is measured.
+        """
+        kept = torch.empty(self._most_bytes, dtype=torch.uint8, device=self._device)
+        side = self._tower.spec.grid or math.isqrt(MOST_PATCHES)
+        grid = Grid(side - side % self._tower.side, side - side % self._tower.side)
+        grids = [grid] * max(1, MOST_PATCHES // grid.num_patches)
+        shape = len(grids) * grid.num_patches, self._tower.spec.patch_numbers
+        self._tower(torch.zeros(shape, dtype=self._dtype, device=self._device), grids)
+        del kept
+
     def _computed(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
-        """Compute the embeddings of images, and keep them."""
+        """Compute the embeddings of images, and keep them. Large ones are computed one by one."""
+        found = dict[bytes, Tensor]()
+        some = list[PromptImage]()
+        num_patches = 0
+        for image in images:
+            own = image.height * image.width // self._tower.spec.patch_size**2
+            if some and num_patches + own > MOST_PATCHES:
+                found |= self._computed_at_once(some)
+                some = []
+                num_patches = 0
+            some.append(image)
+            num_patches += own
+        return found | self._computed_at_once(some)
+
+    def _computed_at_once(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         size = self._tower.spec.patch_size
         square = self._tower.vision.square
         vision = self._tower.vision

@@ -248,6 +248,8 @@ def _progress() -> Any:
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
     """Raise ConfigError unless the kernels have attention for a model of these sizes on this device."""
     head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
+    if sizes.model.vision is not None:
+        head_dims.add(sizes.model.vision.tower.head_dim)
     check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 

@@ -266,6 +266,8 @@ class ModelRunner(PartRunner):
         Keeps none of the memory that this took. Returns the bytes that graphs will take.
         """
         self.kv_cache = kv_cache
+        if self.model.tower is not None:
+            self.images.rehearse()
         self.execute(schedule)
         if self.draft_model is not None:
             self.draft_model.rehearse(schedule, kv_cache.draft)

@@ -242,6 +242,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             given,
             is_whole=_comes_whole(sent_kind, kind),
             part_of=spec.part_of,
+            images=parsed.images,
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -290,6 +291,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             parent.order.tenant,
             [],
             is_whole=_comes_whole(sent_kind, kind),
+            images=parent.order.images,
         )
         inbox = Inbox(
             new_request_id,

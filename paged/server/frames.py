@@ -19,6 +19,7 @@ from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.sampling_params import SamplingParams
+from ..requests.images import PromptImage
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
@@ -77,6 +78,7 @@ class Generate(Frame):
     resumed: the samples to continue, after the process that had the request has ended.
     is_whole: whether its reader gets a single output, so that deltas need not be sent often.
     part_of: see `RequestInputs`.
+    images: of the prompt.
     """
 
     key: int
@@ -89,6 +91,7 @@ class Generate(Frame):
     resumed: list[SampleSoFar] | None = None
     is_whole: bool = False
     part_of: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 class Fork(Frame):

@@ -17,7 +17,7 @@ from ..images.families import FAMILIES, ImageTokens
 from ..images.processing import resizing_of, sha256_of
 from ..images.sizes import Pixels, Size
 from ..requests.images import PromptImage
-from .marked_text import MarkedText
+from .marked_text import substituted
 from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers
 
@@ -42,20 +42,26 @@ class Parsed(NamedTuple):
     images: tuple[PromptImage, ...]
 
 
-def bytes_of_data_url(name: str, url: str) -> bytes:
-    """Return the bytes of an image in a data: URL. Raises RequestError for any other URL."""
-    if not url[: len(DATA)].lower() == DATA:
-        kind = url.partition(":")[0][:20] if ":" in url[:20] else "something else"
+def body_of_data_url(name: str, url: str) -> str:
+    """Return the base64 of an image in a data: URL. Raises RequestError for any other URL."""
+    if url[: len(DATA)].lower() != DATA:
+        scheme, colon, _ = url[:32].partition(":")
+        given = f"one of {scheme}:" if colon else shown(url[:32])
         raise RequestError(
-            f"{name} must be a data: URL with the image in base64, got one of {kind}: nothing is fetched"
+            f"{name} must be a data: URL with the image in base64, got {given}; nothing is fetched", param=name
         )
     head, comma, body = url[len(DATA) :].partition(",")
-    kind, *options = (part.strip().lower() for part in head.split(";"))
-    if not comma or "base64" not in options or not (kind.startswith("image/") or not kind):
+    kind, *options = (part.strip().lower() for part in head[:256].split(";"))
+    if not comma or "base64" not in options or (kind and not kind.startswith("image/")):
         raise RequestError(
-            f"{name} must be a data: URL such as data:image/png;base64,..., got data:{head[:60]}"
+            f"{name} must be a data: URL such as data:image/png;base64,..., got data:{shown(head[:60])}", param=name
         )
-    return bytes_of_base64(name, body)
+    return body
+
+
+def bytes_of_data_url(name: str, url: str) -> bytes:
+    """Return the bytes of an image in a data: URL. Raises RequestError."""
+    return bytes_of_base64(name, body_of_data_url(name, url))
 
 
 def bytes_of_base64(name: str, text: str) -> bytes:
@@ -135,9 +141,12 @@ class ImagePrompts:
             assert self._tokenizer is not None, "a text was not refused without a tokenizer"
             token_ids = self._tokenizer.encode(text, **options)
         else:
-            text = None
             token_ids = self._in_tokens(prompt, tokens)
-        return Parsed(text, token_ids, self._placed(token_ids, tokens, pixels))
+        return Parsed(prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels))
+
+    def count_in(self, text: str) -> int:
+        """Return how many images a text has placeholders for."""
+        return len(self._places(text))
 
     # Images
 
@@ -221,22 +230,12 @@ class ImagePrompts:
 
     def _in_text(self, text: str, tokens: Sequence[ImageTokens]) -> str:
         """Replace each placeholder by the tokens of an image."""
-        pieces = list[str]()
-        shifts = list[tuple[int, int]]()  # from a place on, by how much the text moves
-        at = shift = 0
-        for place, own in zip(self._places(text), tokens, strict=True):
-            written = own.before + "".join(map(self._token_text, own.token_ids)) + own.after
-            pieces += [str(text[at:place]), written]
-            at = place + len(self.placeholder)
-            shift += len(written) - len(self.placeholder)
-            shifts.append((place, shift))
-        whole = "".join([*pieces, str(text[at:])])
-        plain = [
-            (start + moved, end + moved)
-            for start, end in getattr(text, "plain", ())
-            for moved in [next((by for place, by in reversed(shifts) if place < start), 0)]
+        length = len(self.placeholder)
+        changes = [
+            (place, place + length, own.before + "".join(map(self._token_text, own.token_ids)) + own.after)
+            for place, own in zip(self._places(text), tokens, strict=True)
         ]
-        return MarkedText.of(whole, plain) if plain else whole
+        return substituted(text, changes)
 
     def _in_tokens(self, prompt: list[int], tokens: Sequence[ImageTokens]) -> list[int]:
         """Replace each placeholder by the tokens of an image, unless these are there already."""

@@ -157,6 +157,14 @@ NOT_YET = (
 )
 
 
+def require_reader(text: ModelConfig) -> Read:
+    """Return what reads the tower of a model. Raises UnsupportedModelError if nothing does."""
+    read = READERS.get(text.architecture)
+    if read is None:
+        raise UnsupportedModelError(f"{text.architecture}: {NOT_YET}")
+    return read
+
+
 def vision_of(hf: Config, text: ModelConfig) -> VisionSpec:
     """Return what a model sees images with.
 
@@ -164,9 +172,7 @@ def vision_of(hf: Config, text: ModelConfig) -> VisionSpec:
 
     Raises UnsupportedModelError for a tower that is not implemented, and CheckpointError for wrong values.
     """
-    read = READERS.get(text.architecture)
-    if read is None:
-        raise UnsupportedModelError(NOT_YET)
+    read = require_reader(text)
     vision = hf.get("vision_config")
     if not isinstance(vision, dict):
         raise CheckpointError(f"vision_config must be an object, got {shown(vision)}")
