@@ -21,7 +21,6 @@ from .token_rules import TokenRules
 if TYPE_CHECKING:
     from .prompt_report import PromptReport, TokenLogprobs
     from ..blocks.content_chain import Content
-    from .images import PromptImage
     from .stop_strings import StopStrings
 
 
@@ -46,6 +45,31 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, resized.
+
+    start, end: the prompt's tokens that stand for it, those between its rows included.
+    sha256: of the pixels and of all that decides what the model makes of them.
+    height, width: in pixels.
+    pixels: uint8[height, width, 3], row by row.
+    """
+
+    start: int
+    end: int
+    sha256: bytes
+    height: int
+    width: int
+    pixels: bytes
+
+    @property
+    def content(self) -> Content:
+        """Where it is in the prompt, and what it is, for the prefix cache."""
+        from ..blocks.content_chain import Content
+
+        return Content(self.start, self.end, self.sha256)
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]

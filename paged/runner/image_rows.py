@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..requests.images import PromptImage
-from ..requests.request import Request
+from ..requests.request import PromptImage, Request
 
 
 class ImageRows(NamedTuple):

@@ -14,7 +14,7 @@ from ..device.transfers import Sent, Upload
 from ..images.processing import patches_of
 from ..model.batch import Batch
 from ..model.towers.vit import Grid, Vit
-from ..requests.images import PromptImage
+from ..requests.request import PromptImage
 from .image_rows import ImageRows
 from .plan import ComputedPart
 

@@ -16,7 +16,7 @@ from ..images.decoding import check_size, in_rgb, pillow
 from ..images.families import FAMILIES, ImageTokens
 from ..images.processing import resizing_of, sha256_of
 from ..images.sizes import Pixels, Size
-from ..requests.images import PromptImage
+from ..requests.request import PromptImage
 from .marked_text import substituted
 from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers
