@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
 object per line with prompt or prompt_token_ids, and optionally id, which its result has too, tenant, and
 sampling parameters by their API names. Blank lines are skipped. [default: none]"""
+IMAGE_HELP = """An image that the prompt is about: a file, several with one --image each. They stand where
+the prompt has the model's placeholder, else at its beginning. [default: none]"""
 # What help shows where the defaults are not those of the API.
 _DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
 OVERWRITE_HELP = "Replace the results that the file of --output has. [default: off]"
@@ -40,6 +43,7 @@ _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [defa
 @with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help=IMAGE_HELP)] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     output: Annotated[Path | None, typer.Option(help=_OUTPUT_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help=OVERWRITE_HELP)] = False,
@@ -68,9 +72,12 @@ def generate(
         _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
-        return _stream(engine, text, engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS))
+        params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
+        return _stream(engine, text, params, image or [])
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
+    if image:
+        raise CliError("--image goes with one prompt, not with --prompts")
     if live and output is None:
         raise CliError("--live takes the terminal: give --output for the results")
     if overwrite and resume:
@@ -125,9 +132,9 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
+def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequence[Path]) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request("0", prompt, params)
+    engine.add_request("0", _with_images(engine, prompt, images) if images else prompt, params)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():
@@ -148,6 +155,14 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
         return common.EXIT_FAILED
     print(_figures(engine.block_manager, output), file=sys.stderr)
     return 0
+
+
+def _with_images(engine: LLMEngine, prompt: str, images: Sequence[Path]) -> dict[str, Any]:
+    """Return a prompt with images. One that has no place for them has them at its beginning."""
+    known = engine.text.images
+    if known is not None and not known.count_in(prompt):
+        prompt = known.placeholder * len(images) + prompt
+    return {"prompt": prompt, "multi_modal_data": {"image": [*images]}}
 
 
 def _figures(blocks: BlockManager, output: RequestOutput) -> str:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Call)
 T = TypeVar("T")
+BODY_BYTES = 16 * 2**20
+SEEING_BODY_BYTES = 64 * 2**20  # of a model that sees images
 STOPPING = "the server is shutting down"
 STOPPED = "the engine has stopped; the server's log says why"
 
@@ -115,7 +117,9 @@ class FrontEnd:
         )
         self.responses = Responses(options.response_store)
         self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * options.max_request_bytes))
+        sees_images = engine.model_config.vision is not None
+        self.max_request_bytes = options.max_request_bytes or (SEEING_BODY_BYTES if sees_images else BODY_BYTES)
+        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * self.max_request_bytes))
         self.response_budget = ResponseBudget()
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here

@@ -55,7 +55,13 @@ def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[NamedI
 
 
 def image_of(name: str, part: Mapping[str, Any]) -> NamedImage:
-    """Return the image of a part of a message. Raises RequestError, which names what is wrong."""
+    """Return the image of a part of a message. Raises RequestError, which names what is wrong.
+
+    name: its path in the messages; a part may have another one as "place".
+    """
+    if "place" in part:
+        name = str(part["place"])
+        part = {key: value for key, value in part.items() if key != "place"}
     key = _check_part(name, part)
     value = part[key]
     if key == "image_url":
