@@ -58,7 +58,9 @@ class BlockPool:
         self._parents = array("I", bytes(4 * num_blocks))  # serials of predecessors, 0 for a first block
         self._tokens = bytearray(4 * num_blocks * block_size)
         self._namespaces: dict[BlockId, bytes] = {}  # of first blocks, where not empty
-        self._contents: dict[BlockId, bytes] = {}  # of indexed blocks, where not empty: see `PrefixChain.content`
+        self._contents: dict[
+            BlockId, bytes
+        ] = {}  # of indexed blocks, where not empty: see `PrefixChain.content`
         self._next_serial = 1
         # A ring of the cached blocks, least recently used first; entry num_blocks is its head and tail.
         self._newer = array("i", bytes(4 * (num_blocks + 1)))

@@ -86,9 +86,7 @@ class ModelText:
 
     def new_parser(self, max_model_len: int) -> PromptParser:
         """Return a parser of prompts for contexts of up to max_model_len tokens."""
-        return PromptParser(
-            self.model_config, self.tokenizer, max_model_len, self.images, self._no_images
-        )
+        return PromptParser(self.model_config, self.tokenizer, max_model_len, self.images, self._no_images)
 
     @cached_property
     def images(self) -> ImagePrompts | None:
@@ -175,10 +173,8 @@ class ModelText:
 
             if has_images(messages):
                 if self.images is None:
-                    raise RequestError(
-                        f"messages with images are refused: {self._no_images or 'this model takes text alone'}",
-                        param="messages",
-                    )
+                    why = self._no_images or "this model takes text alone"
+                    raise RequestError(f"messages with images are refused: {why}", param="messages")
                 messages, images = take_images(messages)
                 text = written(messages, images, self.images, write)
                 data = {"image": images}

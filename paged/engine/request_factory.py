@@ -268,7 +268,9 @@ class RequestFactory:
         Raises RequestError naming what is wrong.
         """
         if spec.prompt.images:
-            raise RequestError("multi_modal_data is for prompts that are completed: reports are of text alone")
+            raise RequestError(
+                "multi_modal_data is for prompts that are completed: reports are of text alone"
+            )
         report = spec.report(self._text)
         if report.num_top is not None:
             self._check_head()

@@ -1,7 +1,7 @@
 """Files of images to pixels in RGB, with limits that are checked before anything is decoded.
 
-PNG, JPEG and WebP, and the first frame of a GIF. EXIF's orientation is applied, transparent pixels go to white,
-and palettes, 16 bits and other colour spaces are converted as Pillow does.
+PNG, JPEG and WebP, and the first frame of a GIF. EXIF's orientation is applied, transparent pixels go to
+white, and palettes, 16 bits and other colour spaces are converted as Pillow does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pillow() -> Any:
 
 
 def decode(data: bytes) -> Image.Image:
-    """Return the image in a file, in RGB. Raises RequestError for anything else, and for an image too large."""
+    """Return the image in a file, in RGB. Raises RequestError for anything else, and for one too large."""
     image = opened(data)
     try:
         with warnings.catch_warnings():

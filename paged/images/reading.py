@@ -1,4 +1,4 @@
-"""What a checkpoint sees images with: its tower in config.json, its processing in preprocessor_config.json."""
+"""What a checkpoint sees images with: config.json has its tower, preprocessor_config.json its processing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ NEUTRAL = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "_name_or_path"),
     *("transformers_version", "data_format", "input_data_format", "return_tensors", "device", "backend"),
     *("disable_grouping", "default_to_square", "do_convert_rgb", "do_pad", "pad_size", "padding_mode"),
-    *("crop_size", "model_input_names", "image_token", "image_break_token", "image_end_token", "_processor_class"),
+    *(
+        "crop_size",
+        "model_input_names",
+        "image_token",
+        "image_break_token",
+        "image_end_token",
+        "_processor_class",
+    ),
 )
 SHARED = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
@@ -88,7 +95,7 @@ def _processor_config(directory: Path) -> tuple[Path, Config, Config]:
     raise UnsupportedModelError(f"there is no {FILE} in {directory}, which says how images are resized")
 
 
-# How the keys of a family are read: (what the model sees with, the file with defaults, what is beside) -> spec
+# Reads the keys of a family: (what the model sees with, the file with defaults, what is beside) -> spec
 ReadProcessing = Callable[[VisionSpec, Config, Config], ProcessingSpec]
 
 
@@ -98,7 +105,9 @@ def processing_of(vision: VisionSpec, given: Config, beside: Config) -> Processi
     known = {*NEUTRAL, *SHARED, *keys}
     for key, value in given.items():
         if key not in known and value not in (None, False):
-            raise UnsupportedModelError(f"{key} {shown(value)} is not supported; known are {', '.join(sorted(keys))}")
+            raise UnsupportedModelError(
+                f"{key} {shown(value)} is not supported; known are {', '.join(sorted(keys))}"
+            )
     return read(vision, {**defaults, **given}, beside)
 
 
@@ -156,7 +165,7 @@ def _check_tokens(vision: VisionSpec, given: Config) -> None:
         num_tokens = check_int(CheckpointError, name, given[name], 1)
         if num_tokens != vision.tokens_per_image:
             raise CheckpointError(
-                f"{name} {num_tokens} contradicts the {vision.tokens_per_image} tokens of an image in config.json"
+                f"{name} {num_tokens} contradicts the {vision.tokens_per_image} tokens that config.json has"
             )
 
 
@@ -169,6 +178,38 @@ def _two_sides(size: Any, keys: tuple[str, str]) -> tuple[int, int]:
     return first, second
 
 
+def _mistral3(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
+    for name, wanted in (
+        ("patch_size", vision.tower.patch_size),
+        ("spatial_merge_size", vision.projector.side),
+    ):
+        for source in (given, beside):
+            own = source.get(name)
+            own = (
+                own.get("height")
+                if isinstance(own, Mapping) and own.get("height") == own.get("width")
+                else own
+            )
+            if own is not None and own != wanted:
+                raise CheckpointError(
+                    f"{name} {shown(own)} contradicts config.json, whose tower has {wanted}"
+                )
+    size = given["size"]
+    if isinstance(size, Mapping) and {*size} == {"longest_edge"}:
+        size = size["longest_edge"]
+    return ProcessingSpec(rule="longest_edge", sizes=_two_sides(size, ("height", "width")), **_shared(given))
+
+
+_MISTRAL3: Config = {
+    "do_resize": True,
+    "size": {"longest_edge": 1024},
+    "resample": BICUBIC,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 _GEMMA3: Config = {
     "do_resize": True,
     "size": {"height": 224, "width": 224},
@@ -187,5 +228,5 @@ _PAN_AND_SCAN = (
 # By family: what reads its keys, the keys of its own, and transformers' defaults.
 FAMILIES: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
     "gemma3": (_gemma3, ("size", "image_seq_length", *_PAN_AND_SCAN), _GEMMA3),
+    "mistral3": (_mistral3, ("size", "patch_size", "spatial_merge_size"), _MISTRAL3),
 }
-

@@ -47,7 +47,7 @@ class Batch:
     seats: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
-    # Embeddings in place of those of tokens, such as of images: i64[n] and [n, hidden_size]. None: there are none
+    # Embeddings in place of those of tokens, as of images: i64[n] and [n, hidden_size]; None: there are none
     given: tuple[Tensor, Tensor] | None = None
 
     @property

@@ -130,7 +130,7 @@ class EngineConfig:
     language_model_only: load the text part of a model that sees images alone.
     limit_mm_per_prompt: the most images of a prompt, {"image": 4} by default.
     mm_processor_kwargs: values in place of those of preprocessor_config.json, for the keys that it may have.
-    mm_processor_cache_gb: the most memory, in GiB, of embeddings that are kept for prompts with the same image.
+    mm_processor_cache_gb: the most memory, in GiB, of embeddings of images that are kept for later prompts.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -230,7 +230,9 @@ class EngineConfig:
         most_images(self.limit_mm_per_prompt)
         check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
         kwargs = self.mm_processor_kwargs
-        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)):
+        if kwargs is not None and not (
+            isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+        ):
             raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
 
     @property

@@ -19,8 +19,8 @@ from ..options.sampling_params import RequestOutputKind, SamplingParams
 from .token_rules import TokenRules
 
 if TYPE_CHECKING:
-    from .prompt_report import PromptReport, TokenLogprobs
     from ..blocks.content_chain import Content
+    from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
 

@@ -18,7 +18,6 @@ from ..requests.request import PromptImage
 from .image_rows import ImageRows
 from .plan import ComputedPart
 
-
 MOST_PATCHES = 8192  # at once, but for an image that has more
 MOST_BYTES_ON_GPU = 256 * 2**20
 
@@ -113,9 +112,7 @@ class Images:
         pixels = torch.cat(patches).to(self._dtype).to(self._device)
         made = self._tower(pixels, grids)
         self.num_computed += len(images)
-        found = {
-            image.sha256: own for image, own in zip(images, torch.split(made, counts), strict=True)
-        }
+        found = {image.sha256: own for image, own in zip(images, torch.split(made, counts), strict=True)}
         for sha256, own in found.items():
             self._keep(sha256, own)
         return found

@@ -138,10 +138,9 @@ def _of_vision(vision: VisionSpec) -> Iterator[str]:
     tower = vision.tower
     for norm in (tower.norm, vision.projector.norm):
         yield "layer_norm" if norm.subtracts_mean else "rms_norm"
-    activations = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
     yield from ("add", "gelu")
-    if tower.gated:
-        yield activations[tower.activation]
+    if tower.gated and tower.activation != "gelu":
+        yield {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}[tower.activation]
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Tokens that see each other, such as those of an image, are computed in one step: see `RequestInputs.uncut`."""
+"""Tokens that see each other, as those of an image, are computed in one step: `RequestInputs.uncut`."""
 
 from __future__ import annotations
 

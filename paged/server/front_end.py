@@ -118,7 +118,9 @@ class FrontEnd:
         self.responses = Responses(options.response_store)
         self.keep_alive = KeepAlive()
         sees_images = engine.model_config.vision is not None
-        self.max_request_bytes = options.max_request_bytes or (SEEING_BODY_BYTES if sees_images else BODY_BYTES)
+        self.max_request_bytes = options.max_request_bytes or (
+            SEEING_BODY_BYTES if sees_images else BODY_BYTES
+        )
         self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * self.max_request_bytes))
         self.response_budget = ResponseBudget()
         self._rate = FinishRate()

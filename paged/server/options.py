@@ -80,7 +80,7 @@ class ServeOptions:
         or * for all.
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
         what `paged serve` is given as MODEL.
-    max_request_bytes: largest body of a request. The default is 16 MiB, or 64 MiB for a model that sees images.
+    max_request_bytes: largest body of a request. The default is 16 MiB, or 64 for a model that sees images.
     head_timeout_s: seconds in which the head of a request has to arrive, from its first byte or, of the first
         request, from the connection.
     body_timeout_s: seconds in which the body of a request has to arrive.

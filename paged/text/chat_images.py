@@ -98,7 +98,9 @@ def _url_of(name: str, value: Any, detail: Any) -> str:
     if isinstance(value, Mapping):
         for key in value:
             if key not in ("url", "detail"):
-                raise RequestError(f"{name} has an unknown field {shown(key)}; it has url and detail", param=name)
+                raise RequestError(
+                    f"{name} has an unknown field {shown(key)}; it has url and detail", param=name
+                )
         detail = value.get("detail", detail)
         value = value.get("url")
     if detail not in DETAILS:
@@ -151,5 +153,3 @@ def _as_text(message: Message) -> Message:
         return message
     texts = [MARK if part.get("type") == "image" else str(part.get("text", "")) for part in parts]
     return {**message, "content": "\n".join(texts)}
-
-

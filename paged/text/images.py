@@ -13,7 +13,7 @@ from ..architectures.towers import VisionSpec
 from ..base.errors import RequestError, ResourceError, reject_unknown
 from ..base.validation import shown
 from ..images.decoding import check_size, in_rgb, pillow
-from ..images.families import FAMILIES, ImageTokens
+from ..images.families import FAMILIES, ImageTokens, with_boundaries
 from ..images.processing import resizing_of, sha256_of
 from ..images.sizes import Pixels, Size
 from ..requests.request import PromptImage
@@ -48,13 +48,15 @@ def body_of_data_url(name: str, url: str) -> str:
         scheme, colon, _ = url[:32].partition(":")
         given = f"one of {scheme}:" if colon else shown(url[:32])
         raise RequestError(
-            f"{name} must be a data: URL with the image in base64, got {given}; nothing is fetched", param=name
+            f"{name} must be a data: URL with the image in base64, got {given}; nothing is fetched",
+            param=name,
         )
     head, comma, body = url[len(DATA) :].partition(",")
     kind, *options = (part.strip().lower() for part in head[:256].split(";"))
     if not comma or "base64" not in options or (kind and not kind.startswith("image/")):
         raise RequestError(
-            f"{name} must be a data: URL such as data:image/png;base64,..., got data:{shown(head[:60])}", param=name
+            f"{name} must be a data: URL such as data:image/png;base64,..., got data:{shown(head[:60])}",
+            param=name,
         )
     return body
 
@@ -79,7 +81,7 @@ class ImagePrompts:
     """
 
     def __init__(self, vision: VisionSpec, tokenizer: Tokenizer | None, most: int) -> None:
-        self.vision = vision
+        self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
         self.most = most
         self._tokenizer = tokenizer
         self._family = FAMILIES[vision.family]
@@ -118,7 +120,9 @@ class ImagePrompts:
         images = data.get("image")
         if images is None:
             return []
-        listed = [*images] if isinstance(images, list | tuple) and not isinstance(images, NamedImage) else [images]
+        listed = (
+            [*images] if isinstance(images, list | tuple) and not isinstance(images, NamedImage) else [images]
+        )
         return [
             each if isinstance(each, NamedImage) else NamedImage(f"{name}.image[{i}]", each)
             for i, each in enumerate(listed)
@@ -142,7 +146,9 @@ class ImagePrompts:
             token_ids = self._tokenizer.encode(text, **options)
         else:
             token_ids = self._in_tokens(prompt, tokens)
-        return Parsed(prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels))
+        return Parsed(
+            prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels)
+        )
 
     def count_in(self, text: str) -> int:
         """Return how many images a text has placeholders for."""
@@ -265,6 +271,8 @@ class ImagePrompts:
                     f"{bare.count(token_id)} in a row; give its placeholder {marker} alone"
                 )
             del left[0]
+        if left:
+            self._check_count(len(tokens) - len(left), len(tokens))
         return ids
 
     def _encode(self, text: str) -> list[int]:
@@ -286,9 +294,7 @@ class ImagePrompts:
                     f"image {i} of the prompt is {len(bare)} tokens from {marker} on, but the prompt has "
                     f"{shown(token_ids[at : at + 8])} in their place"
                 )
-            images.append(
-                PromptImage(at, end, sha256_of(self.vision, each), *each.size, each.data)
-            )
+            images.append(PromptImage(at, end, sha256_of(self.vision, each), *each.size, each.data))
             at = end
         if marker in token_ids[at:]:
             raise RequestError(

@@ -132,9 +132,7 @@ class PromptParser:
             given = [*prompt]
             self.check_vocabulary("prompt_token_ids", given)
             given = [int(token_id) for token_id in given]
-        found = self.images.parse(
-            given, images, add_special_tokens=add_special_tokens, name="the prompt"
-        )
+        found = self.images.parse(given, images, add_special_tokens=add_special_tokens, name="the prompt")
         token_ids = [int(token_id) for token_id in found.token_ids]
         self._check_length("the prompt", len(token_ids))
         self._check_is_text("prompt_token_ids", token_ids, self.images.known_ids)
@@ -241,9 +239,7 @@ class PromptParser:
                     param=field_of(name),
                 )
 
-    def _check_is_text(
-        self, name: str, token_ids: list[int], known: frozenset[int] = frozenset()
-    ) -> None:
+    def _check_is_text(self, name: str, token_ids: list[int], known: frozenset[int] = frozenset()) -> None:
         """Raise RequestError for tokens that stand for images, audio or video, which did not come.
 
         known: the tokens of images that came.

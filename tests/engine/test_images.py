@@ -121,7 +121,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def alone(name: str) -> list[Result]:
-    """The prompts' results, each computed by an engine of its own."""
+    """Compute each prompt by an engine of its own."""
     with pytest.MonkeyPatch.context() as patch:
         return [
             completed(new_engine(seeing(name), enable_prefix_caching=False), [prompt], patch)[0]
@@ -160,7 +160,9 @@ def test_a_fork_shares_an_image(name, alone):
         engine.add_request(str(i), given(prompt), greedy(5))
     finished = {}
     while engine.has_unfinished_requests():
-        finished |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+        finished |= {
+            output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished
+        }
         for group in [*engine.core.groups.values()]:
             if group.samples[0].num_output_tokens == 2 and len(group.request_id) == 1:
                 engine.fork(group.request_id, f"{group.request_id} again")
@@ -175,11 +177,11 @@ def test_a_fork_shares_an_image(name, alone):
 
 @pytest.fixture(scope="module")
 def reading(name: str) -> LLMEngine:
-    """An engine with a tokenizer."""
+    """Make an engine with a tokenizer."""
     return new_engine(seeing(name), skip_tokenizer_init=False)
 
 
-def test_text_and_messages_have_the_tokens_of_ids(name, reading, alone):
+def test_text_and_messages_have_the_tokens_of_ids(name, reading):
     """Placeholders in text are written as transformers' processor writes them; parts as the template does."""
     family = FAMILIES[name]
     wide = picture(2, 61, 7)

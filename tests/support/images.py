@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,16 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 from torch import Tensor
-from transformers import Gemma3Config, PreTrainedConfig, SiglipVisionConfig
+from transformers import (
+    Gemma3Config,
+    Mistral3Config,
+    PixtralVisionConfig,
+    PreTrainedConfig,
+    SiglipVisionConfig,
+)
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, random_model
 
@@ -41,6 +48,7 @@ class Family:
     special: the texts of the tokens of images, by their ids.
     written: how the chat template writes an image.
     replacement: what the processor writes for one of the processed images.
+    overridden: what the processor of texts tells that of images.
     """
 
     config: Callable[[], PreTrainedConfig]
@@ -52,6 +60,7 @@ class Family:
     special: dict[int, str]
     written: str
     replacement: Callable[[dict[str, Tensor], int], str]
+    overridden: dict[str, Any] = field(default_factory=dict)
 
     @property
     def placeholder_text(self) -> str:
@@ -96,6 +105,53 @@ def _written_gemma3(processed: dict[str, Tensor], i: int) -> str:
     return processor.replace_image_token(processed, i)
 
 
+def _mistral3(text: str) -> PreTrainedConfig:
+    vision = PixtralVisionConfig(
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=48,
+        patch_size=4,
+        hidden_act="silu" if text == "mistral" else "gelu",
+    )
+    return Mistral3Config(
+        text_config=CONFIGS[text](),
+        vision_config=vision,
+        spatial_merge_size=2,
+        image_token_index=IMAGE - 3,
+        tie_word_embeddings=False,
+    )
+
+
+def _of_mistral3(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:  # noqa: ARG001
+    return {name: processed[name] for name in ("pixel_values", "image_sizes")}
+
+
+def _written_mistral3(processed: dict[str, Tensor], i: int) -> str:
+    """Write what transformers' PixtralProcessor does, whose module needs torchvision."""
+    height, width = processed["image_sizes"][i]
+    rows = [["[IMG]"] * (width // 8) + ["[IMG_BREAK]"]] * (height // 8)
+    tokens = [token for row in rows for token in row]
+    tokens[-1] = "[IMG_END]"
+    return "".join(tokens)
+
+
+def _pixtral(text: str) -> Family:
+    return Family(
+        lambda: _mistral3(text),
+        {"size": {"longest_edge": 48}, "patch_size": 4},
+        PixtralImageProcessorPil,
+        IMAGE - 3,
+        IMAGE - 3,
+        _of_mistral3,
+        {IMAGE - 3: "[IMG]", IMAGE - 1: "[IMG_BREAK]", IMAGE: "[IMG_END]"},
+        "[IMG]",
+        _written_mistral3,
+        {"patch_size": {"height": 8, "width": 8}},
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         _gemma3,
@@ -108,6 +164,8 @@ FAMILIES: dict[str, Family] = {
         "<start_of_image>",
         _written_gemma3,
     ),
+    "mistral3": _pixtral("mistral"),
+    "ministral3": _pixtral("ministral3"),
 }
 
 
@@ -194,7 +252,7 @@ class SeeingReference:
 
     def __init__(self, name: str) -> None:
         self.family = FAMILIES[name]
-        self.processor = self.family.processor_class(**self.family.processor)
+        self.processor = self.family.processor_class(**{**self.family.processor, **self.family.overridden})
         model_class = transformers.AutoModelForImageTextToText
         self.model = model_class.from_pretrained(
             seeing(name), dtype=torch.float32, attn_implementation="eager"

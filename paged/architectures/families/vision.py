@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...base.errors import CheckpointError, UnsupportedModelError
-from ...base.validation import check_int, check_number, shown
+from ...base.validation import check_bool, check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import NormSpec
-from ..towers import PoolSpec, TowerNames, TowerSpec, VisionSpec
+from ..towers import AxialRope, MergeSpec, PoolSpec, TowerNames, TowerSpec, VisionSpec
 from .reading import CEILINGS, Config, activation_of
 
 VISION = "vision."  # how the names of a tower's tensors begin in the decoder's terms
@@ -83,9 +83,7 @@ def _tower_sizes(vision: Config) -> dict[str, Any]:
 def _require_type(vision: Config, wanted: str) -> None:
     kind = vision.get("model_type", wanted)
     if kind != wanted:
-        raise UnsupportedModelError(
-            f"vision_config.model_type {shown(kind)} is not supported; {wanted} is"
-        )
+        raise UnsupportedModelError(f"vision_config.model_type {shown(kind)} is not supported; {wanted} is")
 
 
 def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> VisionSpec:
@@ -141,6 +139,82 @@ def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -
     )
 
 
+_PIXTRAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "image_size": 1024,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
+_PIXTRAL_NAMES = TowerNames(
+    patch="patch_conv",
+    layers="transformer.layers.",
+    before_attention="attention_norm",
+    query_key_value=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    output="attention.o_proj",
+    before_mlp="ffn_norm",
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+    first_norm="ln_pre",
+)
+
+
+def _mistral3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> VisionSpec:
+    _require_type(vision, "pixtral")
+    vision = {**_PIXTRAL, **vision}
+    sizes = _tower_sizes(vision)
+    if hf.get("vision_feature_layer", -1) not in (-1, [-1]):
+        raise UnsupportedModelError(
+            f"vision_feature_layer {shown(hf['vision_feature_layer'])} is not supported; -1 is"
+        )
+    given_head_dim = vision.get("head_dim")
+    if given_head_dim not in (None, sizes["hidden_size"] // sizes["num_heads"]):
+        raise UnsupportedModelError(
+            f"vision_config.head_dim {shown(given_head_dim)} is not supported; hidden_size divided by "
+            "num_attention_heads is"
+        )
+    side = check_int(CheckpointError, "spatial_merge_size", hf.get("spatial_merge_size", 2), 1, 16)
+    bias = check_bool(
+        CheckpointError, "multimodal_projector_bias", hf.get("multimodal_projector_bias", False)
+    )
+    activation_of({"projector_hidden_act": "gelu", **hf}, "projector_hidden_act", ("gelu",))
+    tower = TowerSpec(
+        **sizes,
+        names=_PIXTRAL_NAMES,
+        norm=NormSpec(1e-5),
+        activation=activation_of(vision, "hidden_act", ("silu", "gelu")),  # type: ignore[arg-type]
+        gated=True,
+        bias=False,
+        patch_bias=False,
+        rope=AxialRope(_theta(vision), is_interleaved=True),
+    )
+    return VisionSpec(
+        family="mistral3",
+        tower=tower,
+        projector=MergeSpec(side=side, norm=NormSpec(text.norm.eps), bias=bias),
+        token_id=_token_id(hf, "image_token_index", 10, text),
+        tokens_per_image=None,
+        sees_itself=False,
+        names=_with_tower(names, ("vision_tower.", "model.vision_tower.")),
+    )
+
+
+def _theta(vision: Config) -> float:
+    """Return the base of a tower's rotary embedding."""
+    rope = vision.get("rope_parameters")
+    given = rope if isinstance(rope, dict) else vision
+    if given.get("rope_type", "axial") not in ("axial", "default"):
+        raise UnsupportedModelError(
+            f"vision_config.rope_type {shown(given['rope_type'])} is not supported; axial is"
+        )
+    name = "vision_config.rope_theta"
+    return check_number(CheckpointError, name, given.get("rope_theta", 1e4), 1, 1e9)
+
+
 def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
     """Return the token that stands for embeddings of images."""
     other = key.replace("_index", "_id")
@@ -149,7 +223,10 @@ def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
 
 
 Read = Callable[[Config, Config, ModelConfig, TensorNames], VisionSpec]
-READERS: Mapping[str, Read] = {"Gemma3ForConditionalGeneration": _gemma3}
+READERS: Mapping[str, Read] = {
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "Mistral3ForConditionalGeneration": _mistral3,
+}
 # What else a model could see with, and why it does not yet.
 NOT_YET = (
     "its images are not supported yet, only its text is; those of "
@@ -179,4 +256,3 @@ def vision_of(hf: Config, text: ModelConfig) -> VisionSpec:
     if "quantization_config" in vision:
         raise UnsupportedModelError("vision_config.quantization_config is not supported")
     return read(hf, vision, text, text.tensor_names)
-

@@ -1,7 +1,7 @@
 """Vit: a vision transformer over the patches of several images, ragged as a step's tokens are.
 
-Each image is a sequence whose patches all see each other, by the same attention as text: K and V of a layer lie
-in a cache that lives as long as the call. A row's result does not depend on the other images.
+Each image is a sequence whose patches all see each other, by the same attention as text: K and V of a layer
+lie in a cache that lives as long as the call. A row's result does not depend on the other images.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
 
 class PatchProjection(Loadable):
-    """The product of each patch with a convolution's weights, stored as [hidden_size, channels, size, size]."""
+    """The product of a patch and a convolution's weights, stored as [hidden_size, channels, size, size]."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__(StoredRows({VISION + spec.names.patch: spec.hidden_size}))
@@ -56,7 +56,9 @@ class PatchProjection(Loadable):
         if self.bias is not None:
             self.form.lay_out(self.bias.detach())
 
-    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, patch_numbers] -> [num_patches, hidden_size]
+    def forward(
+        self, patches: Tensor
+    ) -> Tensor:  # [num_patches, patch_numbers] -> [num_patches, hidden_size]
         return self.form(patches, self.bias)
 
 
@@ -133,8 +135,13 @@ class TowerLayer(nn.Module):
             self.kernels.gelu(inner, tanh=self.activation == "gelu_tanh")
         elif self.activation == "silu":
             inner = inner if self.up.form.gated else self.kernels.silu_and_mul(inner)
-        else:
+        elif self.activation == "gelu_tanh":
             inner = self.kernels.gelu_and_mul(inner)
+        else:
+            gate, up = inner.chunk(2, dim=1)
+            gate = gate.contiguous()
+            self.kernels.gelu(gate, tanh=False)
+            inner = gate.mul_(up)
         return cast(Tensor, self.down(inner))
 
 
@@ -157,7 +164,9 @@ class Vit(nn.Module):
         self.positions = PositionTable(spec) if spec.grid else None
         names = spec.names
         norms = (names.first_norm, names.last_norm)
-        first, last = (name and new_norm(spec.norm, spec.hidden_size, kernels, VISION + name) for name in norms)
+        first, last = (
+            name and new_norm(spec.norm, spec.hidden_size, kernels, VISION + name) for name in norms
+        )
         self.first_norm = first or None
         self.last_norm = last or None
         layers = nn.ModuleList(TowerLayer(spec, layer, kernels) for layer in range(spec.num_layers))

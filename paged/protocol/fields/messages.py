@@ -20,7 +20,7 @@ class _Role(Text):
 
 
 class _PartKind(JSONObject):
-    """A part of a message's content: text, or an image, which is looked at once the model is known to see it."""
+    """A part of a message's content: text, or an image, which is read once the model is known."""
 
     def parse(self, name: str, value: object) -> dict[str, object]:
         kind = value.get("type") if isinstance(value, dict) else None
