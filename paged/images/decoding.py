@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 64 * 10**6
+LIMIT = f"{MOST_SIDE:,} on a side or {MOST_PIXELS:,} in all"
 ORIENTATION = 0x0112  # of EXIF
 
 
@@ -55,6 +56,8 @@ def opened(data: bytes) -> Image.Image:
             image: Image.Image = found.open(io.BytesIO(data), formats=FORMATS)
     except MemoryError:
         raise
+    except found.DecompressionBombError:  # before the size is known here
+        raise RequestError(f"has more pixels than {LIMIT}") from None
     except Exception:  # of any kind, as the decoders of headers do not validate them
         kinds = ", ".join(FORMATS[:-1])
         raise RequestError(f"is no image in {kinds} or {FORMATS[-1]}, or its header is damaged") from None
@@ -68,10 +71,7 @@ def check_size(image: Image.Image) -> None:
     if min(width, height) < 1:
         raise RequestError(f"has {width} x {height} pixels")
     if max(width, height) > MOST_SIDE or width * height > MOST_PIXELS:
-        raise RequestError(
-            f"has {width:,} x {height:,} pixels; at most {MOST_SIDE:,} on a side and {MOST_PIXELS:,} in all "
-            "are taken"
-        )
+        raise RequestError(f"has {width:,} x {height:,} pixels, more than {LIMIT}")
 
 
 def in_rgb(image: Image.Image) -> Image.Image:

@@ -263,6 +263,14 @@ class SeeingReference:
         """Return what the processor makes of images."""
         return dict(self.processor([*images], return_tensors="pt"))
 
+    def patches(self, image: Image.Image) -> Any:
+        """Return the patches of an image as a convolution takes them: f32[num_patches, numbers]."""
+        pixels = self.processed([image])["pixel_values"][0].numpy()
+        size = self.model.config.vision_config.patch_size
+        channels, height, width = pixels.shape
+        grid = pixels.reshape(channels, height // size, size, width // size, size)
+        return grid.transpose(1, 3, 0, 2, 4).reshape(height // size * (width // size), -1)
+
     def written(self, text: str, images: Sequence[Image.Image]) -> str:
         """Return a text with what transformers' processor puts in the place of each image."""
         processed = self.processed(images)
