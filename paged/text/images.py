@@ -311,7 +311,7 @@ def _bare(token_ids: list[int], marker: int) -> list[int]:
 
 def _from_array(name: str, array: Any) -> Any:
     """Return an array of numpy as an image of Pillow."""
-    shape = getattr(array, "shape", ())
+    shape: Any = getattr(array, "shape", ())
     is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] in (3, 4))
     if not is_image or str(getattr(array, "dtype", "")) != "uint8":
         raise RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from array import array
 
 import pytest
 
@@ -105,6 +106,20 @@ def test_forks_and_later_tokens_go_on():
     assert chain.digests == copy.digests == whole.digests
     assert chain.data == whole.data
     assert [whole.content(i) for i in range(3)] == [sha_of("x")] * 2 + [b""]
+    numbers = array("i", bytes(whole.data)).tolist()
+    assert [number < 0 for number in numbers] == [False, False, *[True] * 5, *[False] * 9]
+    assert numbers[7:] == token_ids[7:]
+
+
+def test_a_digest_is_of_contents_too(monkeypatch):
+    """Where the numbers of all images are equal."""
+    monkeypatch.setattr(content_chain, "numbers_of", lambda content: numbers_of(content._replace(sha256=b"")))
+    digests = []
+    for name in ("x", "y"):
+        chain = ContentChain([Content(1, 3, sha_of(name))], BLOCK)
+        chain.extend([1, PLACEHOLDER, PLACEHOLDER, 2, 3, 4, 5, 6], 2, BLOCK)
+        digests += chain.digests
+    assert len({*digests}) == 4
 
 
 @pytest.mark.parametrize(
