@@ -269,7 +269,8 @@ class RequestFactory:
         """
         if spec.prompt.images:
             raise RequestError(
-                "multi_modal_data is for prompts that are completed: reports are of text alone"
+                "multi_modal_data is for prompts that are completed: reports are of text alone",
+                param="multi_modal_data",
             )
         report = spec.report(self._text)
         if report.num_top is not None:

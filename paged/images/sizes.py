@@ -56,8 +56,8 @@ class Resizing(NamedTuple):
             width = math.floor(width / ratio)
         if min(height, width) < 1:
             raise RequestError(
-                f"has {size.width:,} x {size.height:,} pixels; within {most.width:,} x {most.height:,} nothing "
-                "is left of its shorter side"
+                f"has {size.width:,} x {size.height:,} pixels; within {most.width:,} x {most.height:,} "
+                "nothing is left of its shorter side"
             )
         square = self.square
         return Size(((height - 1) // square + 1) * square, ((width - 1) // square + 1) * square)
