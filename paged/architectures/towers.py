@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from .config import TensorNames
 from .spec import NormSpec
 
 
@@ -46,6 +45,8 @@ class TowerSpec:
     """A vision transformer: patches of images, each image a sequence whose patches all see each other.
 
     grid: the patches on a side of the table of positions; 0: there is none.
+    is_interpolated: whether an image's grid is stretched over the table; else it begins at the first place.
+    frames: how often the convolution takes each patch, as a still video.
     """
 
     names: TowerNames
@@ -61,6 +62,8 @@ class TowerSpec:
     patch_bias: bool = True
     grid: int = 0
     rope: AxialRope | None = None
+    is_interpolated: bool = False
+    frames: int = 1
     num_channels: int = 3
 
     @property
@@ -102,6 +105,19 @@ class MergeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StackSpec:
+    """Qwen3-VL's projectors: squares of patches, normalised, and two layers. The last one makes embeddings.
+
+    features: the layers of the tower behind which further projectors make what is added to the outputs of the
+        text model's first layers (DeepStack, 2024).
+    """
+
+    side: int  # of a square, in patches
+    norm: NormSpec
+    features: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessingSpec:
     """How an image becomes patches; see `images.processing`.
 
@@ -134,13 +150,19 @@ class VisionSpec:
 
     family: str
     tower: TowerSpec
-    projector: PoolSpec | MergeSpec
+    projector: PoolSpec | MergeSpec | StackSpec
     token_id: int
     tokens_per_image: int | None
     sees_itself: bool
-    names: TensorNames
     boundary_ids: tuple[int, ...] = ()  # the tokens before and behind an image, or between its rows
     processing: ProcessingSpec | None = None
+    # How many of a head's frequencies rotate by a token's time, row and column; None: all by its position
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def num_features(self) -> int:
+        """How many vectors of the text model's size an embedding has besides itself."""
+        return len(self.projector.features) if isinstance(self.projector, StackSpec) else 0
 
     @property
     def square(self) -> int:

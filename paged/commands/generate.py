@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
 object per line with prompt or prompt_token_ids, and optionally id, which its result has too, tenant, and
 sampling parameters by their API names. Blank lines are skipped. [default: none]"""
-IMAGE_HELP = """An image that the prompt is about: a file, several with one --image each. They stand where
-the prompt has the model's placeholder, else at its beginning. [default: none]"""
 # What help shows where the defaults are not those of the API.
 _DEFAULTS = {"max_tokens": f"from generation_config.json, else {DEFAULT_COMPLETION_TOKENS}"}
 OVERWRITE_HELP = "Replace the results that the file of --output has. [default: off]"
@@ -40,10 +39,20 @@ LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a prompt is about.
+
+    image: an image that the prompt is about: a file. Images stand where the prompt has the model's
+        placeholder, else at its beginning; None has none.
+    """
+
+    image: Sequence[str] | None = None
+
+
+@with_options((Shown, ("image",)), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
-    image: Annotated[list[Path] | None, typer.Option(help=IMAGE_HELP)] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
     output: Annotated[Path | None, typer.Option(help=_OUTPUT_HELP)] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help=OVERWRITE_HELP)] = False,
@@ -60,6 +69,7 @@ def generate(
     """Complete a prompt, streaming the text, or all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
+    images = options.pop("image")
     engine_options = common.driver_options(model, options)
     sampling = common.sampling_options(options | structured)
     if prompts is None:
@@ -73,10 +83,10 @@ def generate(
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
         params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
-        return _stream(engine, text, params, image or [])
+        return _stream(engine, text, params, images or [])
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
-    if image:
+    if images:
         raise CliError("--image goes with one prompt, not with --prompts")
     if live and output is None:
         raise CliError("--live takes the terminal: give --output for the results")
@@ -132,7 +142,7 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequence[Path]) -> int:
+def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequence[str]) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
     engine.add_request("0", _with_images(engine, prompt, images) if images else prompt, params)
     print(prompt, end="", flush=True)
@@ -157,12 +167,12 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequ
     return 0
 
 
-def _with_images(engine: LLMEngine, prompt: str, images: Sequence[Path]) -> dict[str, Any]:
+def _with_images(engine: LLMEngine, prompt: str, images: Sequence[str]) -> dict[str, Any]:
     """Return a prompt with images. One that has no place for them has them at its beginning."""
     known = engine.text.images
     if known is not None and not known.count_in(prompt):
-        prompt = known.placeholder * len(images) + prompt
-    return {"prompt": prompt, "multi_modal_data": {"image": [*images]}}
+        prompt = known.written * len(images) + prompt
+    return {"prompt": prompt, "multi_modal_data": {"image": [Path(image) for image in images]}}
 
 
 def _figures(blocks: BlockManager, output: RequestOutput) -> str:

@@ -16,7 +16,7 @@ from .sizes import MOST_SIDE
 if TYPE_CHECKING:
     from PIL import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MOST_PIXELS = 64 * 10**6
 LIMIT = f"{MOST_SIDE:,} on a side or {MOST_PIXELS:,} in all"
 ORIENTATION = 0x0112  # of EXIF
@@ -53,14 +53,16 @@ def opened(data: bytes) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            image: Image.Image = found.open(io.BytesIO(data), formats=FORMATS)
+            image: Image.Image = found.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except MemoryError:
         raise
     except found.DecompressionBombError:  # before the size is known here
         raise RequestError(f"has more pixels than {LIMIT}") from None
     except Exception:  # of any kind, as the decoders of headers do not validate them
-        kinds = ", ".join(FORMATS[:-1])
-        raise RequestError(f"is no image in {kinds} or {FORMATS[-1]}, or its header is damaged") from None
+        kinds = ", ".join(IMAGE_FORMATS[:-1])
+        raise RequestError(
+            f"is no image in {kinds} or {IMAGE_FORMATS[-1]}, or its header is damaged"
+        ) from None
     check_size(image)
     return image
 

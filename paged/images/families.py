@@ -30,12 +30,14 @@ class PromptFamily(NamedTuple):
     tokens: of an image of this size, once it is resized.
     boundary_texts: the texts of `VisionSpec.boundary_ids`, where config.json does not have these.
     boundary_offsets: where these tokens are behind that of an embedding, in a model without a tokenizer.
+    is_wrapped: whether the placeholder stands between the boundaries.
     """
 
     placeholder: Callable[[VisionSpec], int]
     tokens: Callable[[VisionSpec, Size], ImageTokens]
     boundary_texts: tuple[str, ...] = ()
     boundary_offsets: tuple[int, ...] = ()
+    is_wrapped: bool = False
 
 
 def with_boundaries(vision: VisionSpec, ids: Mapping[str, int] | None) -> VisionSpec:
@@ -45,7 +47,7 @@ def with_boundaries(vision: VisionSpec, ids: Mapping[str, int] | None) -> Vision
 
     Raises CheckpointError if the tokenizer lacks one.
     """
-    family = FAMILIES[vision.family]
+    family = PROMPTS[vision.family]
     if not family.boundary_texts:
         return vision
     if ids is None:
@@ -70,6 +72,10 @@ def _gemma3(vision: VisionSpec, size: Size) -> ImageTokens:
     return ImageTokens("\n\n", [before, *[vision.token_id] * num_embeddings(vision, size), after], "\n\n")
 
 
+def _in_a_row(vision: VisionSpec, size: Size) -> ImageTokens:
+    return ImageTokens("", [vision.token_id] * num_embeddings(vision, size), "")
+
+
 def _mistral3(vision: VisionSpec, size: Size) -> ImageTokens:
     """Write a row of embeddings after the other, with a token behind each."""
     behind_row, behind_image = vision.boundary_ids
@@ -78,7 +84,7 @@ def _mistral3(vision: VisionSpec, size: Size) -> ImageTokens:
     return ImageTokens("", [*(row * rows)[:-1], behind_image], "")
 
 
-FAMILIES: Mapping[str, PromptFamily] = {
+PROMPTS: Mapping[str, PromptFamily] = {
     "gemma3": PromptFamily(lambda vision: vision.boundary_ids[0], _gemma3),
     "mistral3": PromptFamily(
         lambda vision: vision.token_id,
@@ -86,4 +92,5 @@ FAMILIES: Mapping[str, PromptFamily] = {
         boundary_texts=("[IMG_BREAK]", "[IMG_END]"),
         boundary_offsets=(2, 3),
     ),
+    "qwen3_vl": PromptFamily(lambda vision: vision.token_id, _in_a_row, is_wrapped=True),
 }

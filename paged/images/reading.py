@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
-from ..architectures.families.vision import require_reader, vision_of
+from ..architectures.families.vision import Seen, require_reader, vision_of
 from ..architectures.gguf_paths import GGUF_KEY
 from ..architectures.hf_config import read_hf, read_json
 from ..architectures.towers import ProcessingSpec, VisionSpec
@@ -47,15 +47,15 @@ def with_vision(config: EngineConfig, model: ModelConfig, directory: Path) -> tu
     Raises CheckpointError for files that are wrong or contradict each other.
     """
     try:
-        vision = _vision_of(config, model, directory)
+        vision, names = _vision_of(config, model, directory)
     except UnsupportedModelError as error:
         return model, str(error)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; language_model_only=True loads the text part alone") from None
-    return replace(model, vision=vision, tensor_names=vision.names), ""
+    return replace(model, vision=vision, tensor_names=names), ""
 
 
-def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> VisionSpec:
+def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> Seen:
     """Return what a model sees images with. Raises UnsupportedModelError if it sees none."""
     if not model.placeholders:
         raise UnsupportedModelError(f"{model.architecture} is a text model")
@@ -70,12 +70,12 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> Vis
     require_reader(model)
     source, given, beside = _processor_config(directory)
     try:
-        vision = vision_of(hf, model)
+        vision, names = vision_of(hf, model)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
     given = {**given, **(config.mm_processor_kwargs or {})}
     try:
-        return replace(vision, processing=processing_of(vision, given, beside))
+        return replace(vision, processing=processing_of(vision, given, beside)), names
     except (CheckpointError, UnsupportedModelError) as error:
         raise type(error)(f"{source}: {error}") from None
 
@@ -101,7 +101,7 @@ ReadProcessing = Callable[[VisionSpec, Config, Config], ProcessingSpec]
 
 def processing_of(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
     """Read how images are processed. Raises CheckpointError and UnsupportedModelError, which name the key."""
-    read, keys, defaults = FAMILIES[vision.family]
+    read, keys, defaults = PROCESSINGS[vision.family]
     known = {*NEUTRAL, *SHARED, *keys}
     for key, value in given.items():
         if key not in known and value not in (None, False):
@@ -200,6 +200,40 @@ def _mistral3(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSp
     return ProcessingSpec(rule="longest_edge", sizes=_two_sides(size, ("height", "width")), **_shared(given))
 
 
+def _qwen3_vl(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:  # noqa: ARG001
+    wanted = {
+        "patch_size": vision.tower.patch_size,
+        "merge_size": vision.projector.side,
+        "temporal_patch_size": vision.tower.frames,
+    }
+    for name, own in wanted.items():
+        if given[name] != own:
+            raise CheckpointError(
+                f"{name} {shown(given[name])} contradicts config.json, whose tower has {own}"
+            )
+    size = given["size"]
+    if not isinstance(size, Mapping) or not {*size} <= {
+        "shortest_edge",
+        "longest_edge",
+        "min_pixels",
+        "max_pixels",
+    }:
+        raise CheckpointError(f"size must be an object of shortest_edge and longest_edge, got {shown(size)}")
+    areas = []
+    for name, key, most in (
+        ("min_pixels", "shortest_edge", MAX_SIZE**2),
+        ("max_pixels", "longest_edge", MAX_SIZE**2),
+    ):
+        value = given.get(name)
+        value = size.get(key, size.get(name)) if value is None else value
+        areas.append(
+            check_int(CheckpointError, name if given.get(name) is not None else f"size.{key}", value, 1, most)
+        )
+    if areas[0] > areas[1]:
+        raise CheckpointError(f"size has at least {areas[0]} pixels and at most {areas[1]}")
+    return ProcessingSpec(rule="area", sizes=(areas[0], areas[1]), **_shared(given))
+
+
 _MISTRAL3: Config = {
     "do_resize": True,
     "size": {"longest_edge": 1024},
@@ -210,6 +244,14 @@ _MISTRAL3: Config = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+_QWEN3_VL: Config = {
+    **_MISTRAL3,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_AREAS = ("size", "min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size")
 _GEMMA3: Config = {
     "do_resize": True,
     "size": {"height": 224, "width": 224},
@@ -226,7 +268,8 @@ _PAN_AND_SCAN = (
     "pan_and_scan_min_ratio_to_activate",
 )
 # By family: what reads its keys, the keys of its own, and transformers' defaults.
-FAMILIES: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
+PROCESSINGS: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
     "gemma3": (_gemma3, ("size", "image_seq_length", *_PAN_AND_SCAN), _GEMMA3),
     "mistral3": (_mistral3, ("size", "patch_size", "spatial_merge_size"), _MISTRAL3),
+    "qwen3_vl": (_qwen3_vl, _AREAS, _QWEN3_VL),
 }

@@ -49,6 +49,20 @@ class Batch:
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
     # Embeddings in place of those of tokens, as of images: i64[n] and [n, hidden_size]; None: there are none
     given: tuple[Tensor, Tensor] | None = None
+    # What is added to these rows behind the first layers, [n, hidden_size] for each: see StackSpec
+    features: tuple[Tensor, ...] = ()
+    # i64[3, num_tokens]: the time, row and column that each token is rotated by; None: all are its position
+    grid_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the launches of its step depend on the numbers of tokens alone."""
+        return self.given is None and self.grid_positions is None
+
+    def forget_given(self) -> None:
+        """Make it a batch of tokens alone. A batch may be used again."""
+        self.given = self.grid_positions = self.queries.last_keys = None
+        self.features = ()
 
     @property
     def num_tokens(self) -> int:

@@ -296,9 +296,12 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Run the first layers. Return what is left to add to the residual."""
         residual, hidden, _ = stream
-        for layer in islice(self.layers, num_layers):
+        for number, layer in enumerate(islice(self.layers, num_layers)):
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+            if number < len(batch.features):
+                assert batch.given is not None, "features are of rows with embeddings"
+                residual.index_add_(0, batch.given[0], batch.features[number])
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:

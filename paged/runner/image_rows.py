@@ -45,6 +45,66 @@ def image_rows(
     return found
 
 
+def grid_of(image: PromptImage, square: int) -> tuple[int, int]:
+    """Return the rows and columns of an image's embeddings. square: the pixels on a side of one."""
+    return image.height // square, image.width // square
+
+
+def rope_offset(images: Sequence[PromptImage], position: int, square: int) -> int:
+    """Return how much the rotation of the token at a position behind some images differs from its position.
+
+    An image takes as many positions as its longer side has embeddings.
+    """
+    return sum(
+        max(grid_of(image, square)) - (image.end - image.start) for image in images if image.end <= position
+    )
+
+
+def rope_offsets(requests: Sequence[Request], starts: Sequence[int], square: int) -> list[int]:
+    """Return the offset of each row of a step all of whose tokens are behind images; [] if all are 0."""
+    offsets = [
+        rope_offset(request.inputs.images, start, square) if request.inputs.images else 0
+        for request, start in zip(requests, starts, strict=True)
+    ]
+    return offsets if any(offsets) else []
+
+
+def grid_positions(
+    requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], square: int
+) -> array[int] | None:
+    """Return the time, row and column of each token of a step, all times first; None if all are alike.
+
+    Those of a text's token are one number, which goes on from the largest before it.
+    """
+    rows = zip(requests, starts, strict=True)
+    if not any(request.inputs.images and start < request.inputs.images[-1].end for request, start in rows):
+        return None
+    times = array("q")
+    heights = array("q")
+    widths = array("q")
+    for request, start, count in zip(requests, starts, counts, strict=True):
+        images = request.inputs.images
+        at = start
+        while at < start + count:
+            offset = rope_offset(images, at, square)
+            image = next((each for each in images if each.end > at), None)
+            if image is None or at < image.start:
+                end = start + count if image is None else min(image.start, start + count)
+                own = array("q", range(at + offset, end + offset))
+                for axis in (times, heights, widths):
+                    axis += own
+            else:
+                end = min(image.end, start + count)
+                _, columns = grid_of(image, square)
+                first = image.start + offset
+                places = range(at - image.start, end - image.start)
+                times += array("q", [first] * len(places))
+                heights += array("q", [first + place // columns for place in places])
+                widths += array("q", [first + place % columns for place in places])
+            at = end
+    return times + heights + widths
+
+
 def last_keys(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> array[int]:
     """Return the last position that each token of a step sees, where some see later ones."""
     keys = array("i")

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class _Step(NamedTuple):
     images: Sequence[ImageRows]
     rows: Sent  # i64, among the step's tokens
     last_keys: Sent | None  # i32, of all of them
+    grid_positions: Sent | None  # i64[3, num_tokens]
 
 
 class Images:
@@ -49,15 +51,24 @@ class Images:
         """Add what the device needs to the upload, but for pixels."""
         rows = [row for each in plan.images for row in each.rows]
         keys = None if plan.last_keys is None else upload.put(plan.last_keys, torch.int32)
-        return _Step(plan.images, upload.put(rows, torch.int64), keys)
+        grid = None
+        if plan.grid_positions is not None:
+            grid = upload.put(np.array(plan.grid_positions, np.int64).reshape(3, -1), torch.int64)
+        return _Step(plan.images, upload.put(rows, torch.int64), keys, grid)
 
     def add_to(self, batch: Batch, step: _Step) -> None:
         """Give the batch of a step, whose upload is sent, the embeddings of its images."""
+        if step.grid_positions is not None:
+            batch.grid_positions = step.grid_positions.tensor
+        if not step.images:
+            return
         embeddings = self._embeddings([each.image for each in step.images])
         parts = [
             embeddings[each.image.sha256][each.first : each.first + len(each.rows)] for each in step.images
         ]
-        batch.given = step.rows.tensor, torch.cat(parts)
+        made, *features = torch.cat(parts).chunk(1 + self._tower.vision.num_features, dim=1)
+        batch.given = step.rows.tensor, made
+        batch.features = tuple(features)
         if step.last_keys is not None:
             batch.queries.last_keys = step.last_keys.tensor
 

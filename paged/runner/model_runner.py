@@ -72,7 +72,7 @@ class ModelRunner(PartRunner):
             with_lens=model_config.long_context is not None,
             with_last_tokens=self.sizes.part is not None,
             with_pending=self.sizes.part is None and self.num_in_flight > 1,
-            image_token=None if model_config.vision is None else model_config.vision.token_id,
+            vision=model_config.vision,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
@@ -186,7 +186,8 @@ class ModelRunner(PartRunner):
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
-        images = None if not computed.images else self.images.put(computed, upload)
+        has_images = bool(computed.images) or computed.grid_positions is not None
+        images = self.images.put(computed, upload) if has_images else None
         draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
         reports = None
         if computed.asked:
@@ -197,16 +198,16 @@ class ModelRunner(PartRunner):
         if self.sampler.of_seats is not None:
             self.sampler.of_seats.write()
         masks = draw.start_masks()
-        can_replay = self.decode_graphs is not None and images is None
-        if can_replay and self.decode_graphs.run(step, draw, masks, download):
+        graphs = self.decode_graphs if images is None and not computed.rope_offsets else None
+        if graphs is not None and graphs.run(step, draw, masks, download):
             download.send()
             return Pending(self, download, draw, masks)
         batch = self.batches.batch(step)
         if images is not None:
             self.images.add_to(batch, images)
         logits, best, hidden = self.compute(batch)
-        if images is not None:  # a batch may be used again
-            batch.given = batch.queries.last_keys = None
+        if images is not None:
+            batch.forget_given()
         tokens = draw.run(logits, download, masks, best, self.batches.places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)

@@ -85,7 +85,7 @@ def compute(
     them; and the hidden states that reports ask for, if any.
     """
     given = tensors_of(stream)
-    if graphs is None or batch.given is not None:
+    if graphs is None or not batch.is_plain:
         hidden = model.forward(batch, kv_cache, stream)
     elif batch.is_decode and batch.num_tokens <= graphs.max_decodes:
 

@@ -13,6 +13,7 @@ from ..requests.request import Request
 from ..scheduler.schedule import AskedRows, ReportParams, Schedule
 
 if TYPE_CHECKING:
+    from ..architectures.towers import VisionSpec
     from .image_rows import ImageRows
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
@@ -57,6 +58,9 @@ class ComputedPart:
     last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
     images: the tokens that get embeddings of images. They are not written as bytes.
     last_keys: the last position that each token sees; None: its own.
+    rope_offsets: how much the rotation of each row's tokens differs from their positions; [] if none does.
+    grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
+        number.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -78,6 +82,8 @@ class ComputedPart:
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
     images: Sequence[ImageRows] = ()
     last_keys: array[int] | None = None
+    rope_offsets: list[int] = field(default_factory=list)
+    grid_positions: array[int] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -228,7 +234,7 @@ class Planner:
     with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
     with_last_tokens: whether a plan has the last tokens of decodes, for processes that do not draw them.
     with_pending: whether steps are planned before the tokens of those in flight are known.
-    image_token: the token that stands for an embedding of an image; None: the model sees none.
+    vision: what the model sees images with; None: it sees none.
     """
 
     def __init__(
@@ -236,7 +242,7 @@ class Planner:
         block_size: int,
         num_groups: int,
         *,
-        image_token: int | None = None,
+        vision: VisionSpec | None = None,
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
@@ -248,8 +254,8 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
-        self.image_token = image_token
-        self._seeing = dict[int, Request]()  # by seat, the requests with images that may not be computed yet
+        self.vision = vision
+        self._seeing = dict[int, Request]()  # by seat, the requests with images that steps must know of
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -283,8 +289,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
-        if self.image_token is not None:
-            self._add_images(schedule, computed)
+        if self.vision is not None:
+            self._add_images(schedule, computed, self.vision)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
@@ -297,22 +303,27 @@ class Planner:
             sampled.reports = [_report_params(schedule.requests[rows.row], rows) for rows in asked]
         return StepPlan(computed, sampled)
 
-    def _add_images(self, schedule: Schedule, part: ComputedPart) -> None:
-        """Add the tokens of images that the step computes."""
+    def _add_images(self, schedule: Schedule, part: ComputedPart, vision: VisionSpec) -> None:
+        """Add the tokens of images that the step computes, and what tokens behind images are rotated by."""
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
                 self._seeing.pop(seat, None)
             self._seeing.update((r.seat, r) for r in schedule.newcomers if r.inputs.images)
         if not self._seeing:
             return
-        from .image_rows import image_rows, last_keys
+        from .image_rows import grid_positions, image_rows, last_keys, rope_offsets
 
-        assert self.image_token is not None, "the model sees images"
-        part.images = image_rows(schedule.requests, part.starts, part.counts, self.image_token)
-        if part.images and schedule.requests and any(r.inputs.uncut for r in self._seeing.values()):
-            part.last_keys = last_keys(schedule.requests, part.starts, part.counts)
-        for row, request in enumerate(schedule.requests):
-            if request.inputs.images and part.starts[row] + part.counts[row] >= request.inputs.images[-1].end:
+        rows = schedule.requests, part.starts, part.counts
+        part.images = image_rows(*rows, vision.token_id)
+        if part.images and vision.sees_itself:
+            part.last_keys = last_keys(*rows)
+        if vision.sections is not None:
+            part.grid_positions = grid_positions(*rows, vision.square)
+            if part.grid_positions is None:
+                part.rope_offsets = rope_offsets(schedule.requests, part.starts, vision.square)
+            return
+        for start, count, request in zip(part.starts, part.counts, schedule.requests, strict=True):
+            if request.inputs.images and start + count >= request.inputs.images[-1].end:
                 self._seeing.pop(request.seat, None)
 
     def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:

@@ -12,8 +12,8 @@ from .images import ImagePrompts, NamedImage, body_of_data_url, bytes_of_data_ur
 from .marked_text import substituted
 
 # Stands for an image in contents that are text: in no ordinary text, and no special token.
-MARK = "\ue200image\ue200"
-KINDS = ("image_url", "image", "image_pil")
+IMAGE_MARK = "\ue200image\ue200"
+IMAGE_KINDS = ("image_url", "image", "image_pil")
 DETAILS = (None, "auto", "low", "high", "original")
 _KEYS = {
     "image_url": ("type", "image_url", "detail", "uuid"),
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 def has_images(messages: Sequence[Any]) -> bool:
     """Return whether any message has a part that is an image."""
     return any(
-        isinstance(part, Mapping) and part.get("type") in KINDS
+        isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
         for message in messages
         for part in _parts_of(message)
     )
@@ -46,7 +46,7 @@ def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[NamedI
     for i, message in enumerate(messages):
         parts = list[Any]()
         for j, part in enumerate(_parts_of(message)):
-            if isinstance(part, Mapping) and part.get("type") in KINDS:
+            if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
                 images.append(image_of(f"messages[{i}].content[{j}]", part))
                 part = {"type": "image"}
             parts.append(part)
@@ -134,8 +134,7 @@ def written(
         text = write([_as_text(message) for message in messages])
     except RequestError as error:
         raise refusal or error from None
-    placeholder = prompts.placeholder
-    marks = [(found.start(), found.end(), placeholder) for found in re.finditer(MARK, text)]
+    marks = [(found.start(), found.end(), prompts.written) for found in re.finditer(IMAGE_MARK, text)]
     text = substituted(text, marks)
     if prompts.count_in(text) != len(images):
         raise RequestError(
@@ -151,5 +150,5 @@ def _as_text(message: Message) -> Message:
     parts = _parts_of(message)
     if not parts:
         return message
-    texts = [MARK if part.get("type") == "image" else str(part.get("text", "")) for part in parts]
+    texts = [IMAGE_MARK if part.get("type") == "image" else str(part.get("text", "")) for part in parts]
     return {**message, "content": "\n".join(texts)}

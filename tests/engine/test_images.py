@@ -34,16 +34,16 @@ def greedy(max_tokens: int, **options: Any) -> SamplingParams:
 
 def prompts_of(name: str) -> list[Prompt]:
     """Prompts with no image to four, at every place, twice the same, with text before, between and behind."""
-    at = FAMILIES[name].placeholder
+    at = FAMILIES[name].ids
     red, wide, tall, grey = picture(1), picture(2, 61, 7), picture(3, 9, 40), picture(4, 33, 33, "L")
     return [
         ([5, 6, 7, 8], []),
-        ([5, at, 6, 7], [red]),
-        ([at, 9, 10, 11], [wide]),
-        ([7] * 21 + [at], [tall]),
-        ([5, at, at, 6], [red, red]),
-        ([20, at, 21, 22, at, 23, at, 24, at, 25], [grey, wide, tall, red]),
-        ([30, at, 31], [wide]),
+        ([5, *at, 6, 7], [red]),
+        ([*at, 9, 10, 11], [wide]),
+        ([7] * 21 + at, [tall]),
+        ([5, *at, *at, 6], [red, red]),
+        ([20, *at, 21, 22, *at, 23, *at, 24, *at, 25], [grey, wide, tall, red]),
+        ([30, *at, 31], [wide]),
     ]
 
 
@@ -215,7 +215,7 @@ def test_templates_of_strings_get_placeholders(name, reading):
     written = FAMILIES[name].written
     parts = [{"type": "text", "text": f"a{written}"}, {"type": "image_pil", "image_pil": picture(1)}]
     prompt = reading.render_chat([{"role": "user", "content": parts}], chat_template=STRINGS_ALONE)
-    placeholder = reading.text.images.placeholder
+    placeholder = reading.text.images.written
     assert prompt["prompt"] == f"user: a{written}\n{placeholder}"
     assert reading.text.images.count_in(prompt["prompt"]) == 1
     (output,) = reading.generate([prompt], greedy(2), use_tqdm=False)

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from transformers import (
     Mistral3Config,
     PixtralVisionConfig,
     PreTrainedConfig,
+    Qwen3VLConfig,
     SiglipVisionConfig,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, random_model
 
@@ -61,6 +64,13 @@ class Family:
     written: str
     replacement: Callable[[dict[str, Tensor], int], str]
     overridden: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of `written`, of a prompt that is given as tokens."""
+        texts = {text: token for token, text in self.special.items()}
+        found = re.findall("|".join(map(re.escape, texts)), self.written)
+        return [texts[text] for text in found] or [self.placeholder]
 
     @property
     def placeholder_text(self) -> str:
@@ -152,6 +162,41 @@ def _pixtral(text: str) -> Family:
     )
 
 
+def _qwen3_vl() -> PreTrainedConfig:
+    text = CONFIGS["qwen3"]().to_dict()
+    dropped = ("model_type", "rope_parameters", "layer_types")
+    text = {key: value for key, value in text.items() if key not in dropped} | {"num_hidden_layers": 4}
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        **{name: IMAGE - i for i, name in enumerate(tokens)},
+    )
+
+
+def _of_qwen3_vl(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    known = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+    return {**known, "mm_token_type_ids": (token_ids == IMAGE).int()}
+
+
+def _written_qwen3_vl(processed: dict[str, Tensor], i: int) -> str:
+    """Write what transformers' Qwen3VLProcessor does, whose module needs torchvision."""
+    return "<|image_pad|>" * (int(processed["image_grid_thw"][i].prod()) // 4)
+
+
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         _gemma3,
@@ -166,6 +211,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral3": _pixtral("mistral"),
     "ministral3": _pixtral("ministral3"),
+    "qwen3_vl": Family(
+        _qwen3_vl,
+        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
+        Qwen2VLImageProcessorPil,
+        IMAGE,
+        IMAGE,
+        _of_qwen3_vl,
+        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        _written_qwen3_vl,
+    ),
 }
 
 
@@ -265,7 +321,14 @@ class SeeingReference:
 
     def patches(self, image: Image.Image) -> Any:
         """Return the patches of an image as a convolution takes them: f32[num_patches, numbers]."""
-        pixels = self.processed([image])["pixel_values"][0].numpy()
+        pixels = self.processed([image])["pixel_values"]
+        if "image_grid_thw" in self.processed([image]):  # patches already, square by square, of two frames
+            _, rows, columns = self.processed([image])["image_grid_thw"][0].tolist()
+            frames = pixels.view(rows * columns, 3, 2, -1)
+            assert torch.equal(frames[:, :, 0], frames[:, :, 1])
+            squares = frames[:, :, 0].reshape(rows // 2, columns // 2, 2, 2, -1)
+            return squares.transpose(1, 2).reshape(rows * columns, -1).numpy()
+        pixels = pixels[0].numpy()
         size = self.model.config.vision_config.patch_size
         channels, height, width = pixels.shape
         grid = pixels.reshape(channels, height // size, size, width // size, size)

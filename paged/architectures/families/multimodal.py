@@ -1,4 +1,4 @@
-"""Architectures with a vision or audio part, and the text model of each; `vision` reads what they see with."""
+"""Architectures with a vision or audio part, and the text model of each; `vision` reads their towers."""
 
 from __future__ import annotations
 

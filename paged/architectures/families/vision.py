@@ -11,11 +11,12 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import NormSpec
-from ..towers import AxialRope, MergeSpec, PoolSpec, TowerNames, TowerSpec, VisionSpec
+from ..towers import AxialRope, MergeSpec, PoolSpec, StackSpec, TowerNames, TowerSpec, VisionSpec
 from .reading import CEILINGS, Config, activation_of
 
 VISION = "vision."  # how the names of a tower's tensors begin in the decoder's terms
 PROJECTOR = "projector."
+Seen = tuple[VisionSpec, TensorNames]
 MAX_IMAGE_SIZE = 16384
 _SIGLIP = {
     "hidden_size": 768,
@@ -86,7 +87,7 @@ def _require_type(vision: Config, wanted: str) -> None:
         raise UnsupportedModelError(f"vision_config.model_type {shown(kind)} is not supported; {wanted} is")
 
 
-def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> VisionSpec:
+def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> Seen:
     _require_type(vision, "siglip_vision_model")
     vision = {**_SIGLIP, **vision}
     sizes = _tower_sizes(vision)
@@ -115,7 +116,7 @@ def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -
         activation=activation_of(vision, "hidden_act", ("gelu_tanh", "gelu")),  # type: ignore[arg-type]
         grid=grid,
     )
-    return VisionSpec(
+    spec = VisionSpec(
         family="gemma3",
         tower=tower,
         projector=PoolSpec(side=grid // side, norm=NormSpec(eps, unit_offset=True)),
@@ -126,16 +127,16 @@ def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -
             _token_id(hf, "boi_token_index", 255999, text),
             _token_id(hf, "eoi_token_index", 256000, text),
         ),
-        names=_with_tower(
-            names,
-            (
-                "vision_tower.vision_model.",
-                "model.vision_tower.vision_model.",
-                "vision_tower.",
-                "model.vision_tower.",
-            ),
-            skipped=("head.",),
+    )
+    return spec, _with_tower(
+        names,
+        (
+            "vision_tower.vision_model.",
+            "model.vision_tower.vision_model.",
+            "vision_tower.",
+            "model.vision_tower.",
         ),
+        skipped=("head.",),
     )
 
 
@@ -163,7 +164,7 @@ _PIXTRAL_NAMES = TowerNames(
 )
 
 
-def _mistral3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> VisionSpec:
+def _mistral3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> Seen:
     _require_type(vision, "pixtral")
     vision = {**_PIXTRAL, **vision}
     sizes = _tower_sizes(vision)
@@ -192,15 +193,114 @@ def _mistral3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames)
         patch_bias=False,
         rope=AxialRope(_theta(vision), is_interleaved=True),
     )
-    return VisionSpec(
+    spec = VisionSpec(
         family="mistral3",
         tower=tower,
         projector=MergeSpec(side=side, norm=NormSpec(text.norm.eps), bias=bias),
         token_id=_token_id(hf, "image_token_index", 10, text),
         tokens_per_image=None,
         sees_itself=False,
-        names=_with_tower(names, ("vision_tower.", "model.vision_tower.")),
     )
+    return spec, _with_tower(names, ("vision_tower.", "model.vision_tower."))
+
+
+_QWEN3 = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+_QWEN3_NAMES = TowerNames(
+    patch="patch_embed.proj",
+    layers="blocks.",
+    before_attention="norm1",
+    query_key_value=("attn.qkv",),
+    output="attn.proj",
+    before_mlp="norm2",
+    gate=None,
+    up="mlp.linear_fc1",
+    down="mlp.linear_fc2",
+    positions="pos_embed",
+)
+
+
+def _qwen3_vl(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> Seen:
+    vision = {**_QWEN3, **vision}
+    for ours, theirs in {
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "num_heads",
+        "num_channels": "in_channels",
+    }.items():
+        vision[ours] = vision[theirs]
+    sizes = _tower_sizes(vision)
+    num_places = _size(vision, "num_position_embeddings", 2**20)
+    grid = math.isqrt(num_places)
+    if grid**2 != num_places:
+        raise CheckpointError(f"vision_config.num_position_embeddings {num_places} must be a square")
+    if _size(vision, "out_hidden_size", 2**17) != text.hidden_size:
+        raise CheckpointError(
+            f"vision_config.out_hidden_size {vision['out_hidden_size']} contradicts the hidden_size "
+            f"{text.hidden_size} of text_config"
+        )
+    given = vision["deepstack_visual_indexes"]
+    if not isinstance(given, list | tuple):
+        raise CheckpointError(f"vision_config.deepstack_visual_indexes must be a list, got {shown(given)}")
+    name = "vision_config.deepstack_visual_indexes"
+    features = tuple(check_int(CheckpointError, name, each, 0, sizes["num_layers"] - 1) for each in given)
+    if len({*features}) < len(features) or len(features) >= text.num_layers:
+        raise CheckpointError(
+            f"{name} must be fewer layers than the text model's, once each, got {shown(given)}"
+        )
+    tower = TowerSpec(
+        **sizes,
+        names=_QWEN3_NAMES,
+        norm=NormSpec(1e-6, subtracts_mean=True),
+        activation=activation_of(vision, "hidden_act", ("gelu_tanh", "gelu")),  # type: ignore[arg-type]
+        grid=grid,
+        is_interpolated=True,
+        frames=_size(vision, "temporal_patch_size", 8),
+        rope=AxialRope(_theta(vision), is_interleaved=False),
+    )
+    side = _size(vision, "spatial_merge_size", 16)
+    spec = VisionSpec(
+        family="qwen3_vl",
+        tower=tower,
+        projector=StackSpec(side=side, norm=NormSpec(1e-6, subtracts_mean=True), features=features),
+        token_id=_token_id(hf, "image_token_id", 151655, text),
+        tokens_per_image=None,
+        sees_itself=False,
+        boundary_ids=(
+            _token_id(hf, "vision_start_token_id", 151652, text),
+            _token_id(hf, "vision_end_token_id", 151653, text),
+        ),
+        sections=_sections(hf, text),
+    )
+    return spec, _with_tower(names, ("model.visual.", "visual."))
+
+
+def _sections(hf: Config, text: ModelConfig) -> tuple[int, int, int]:
+    """Return how many frequencies of a head rotate by time, row and column."""
+    own = hf.get("text_config")
+    own = own if isinstance(own, dict) else {}
+    rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    given = rope.get("mrope_section", [24, 20, 20])
+    half = next(iter(text.attentions.values())).kv.key_dim // 2
+    is_list = isinstance(given, list | tuple) and len(given) == 3
+    if not is_list or any(type(each) is not int or each < 0 for each in given) or sum(given) != half:
+        raise CheckpointError(f"mrope_section must be three numbers of {half} in all, got {shown(given)}")
+    if 3 * max(given[1:]) > half + 2:
+        raise UnsupportedModelError(
+            f"mrope_section {shown(given)} is not supported: rows and columns do not fit"
+        )
+    return given[0], given[1], given[2]
 
 
 def _theta(vision: Config) -> float:
@@ -222,28 +322,30 @@ def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
     return check_int(CheckpointError, name, hf.get(name, default), 0, text.vocab_size - 1)
 
 
-Read = Callable[[Config, Config, ModelConfig, TensorNames], VisionSpec]
-READERS: Mapping[str, Read] = {
+Read = Callable[[Config, Config, ModelConfig, TensorNames], Seen]
+VISION_READERS: Mapping[str, Read] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Mistral3ForConditionalGeneration": _mistral3,
+    "Qwen3VLForConditionalGeneration": _qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl,
 }
 # What else a model could see with, and why it does not yet.
 NOT_YET = (
     "its images are not supported yet, only its text is; those of "
-    f"{', '.join(name.removesuffix('ForConditionalGeneration') for name in READERS)} are"
+    f"{', '.join(name.removesuffix('ForConditionalGeneration') for name in VISION_READERS)} are"
 )
 
 
 def require_reader(text: ModelConfig) -> Read:
     """Return what reads the tower of a model. Raises UnsupportedModelError if nothing does."""
-    read = READERS.get(text.architecture)
+    read = VISION_READERS.get(text.architecture)
     if read is None:
         raise UnsupportedModelError(f"{text.architecture}: {NOT_YET}")
     return read
 
 
-def vision_of(hf: Config, text: ModelConfig) -> VisionSpec:
-    """Return what a model sees images with.
+def vision_of(hf: Config, text: ModelConfig) -> Seen:
+    """Return what a model sees images with, and the names of its tensors with those of the tower.
 
     hf: config.json. text: the model that `hf_config` has read from it.
 

@@ -56,6 +56,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
             long = scaled_frequencies(rope, self.rotary_dim, is_long=True)
         self.long_offset = config.long_context.offset if config.long_context else 0
+        self.sections = None if config.vision is None else config.vision.sections
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
 
@@ -76,6 +77,8 @@ class RotaryEmbedding(nn.Module):
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
+        if batch.grid_positions is not None:
+            return self._by_section(batch.grid_positions)
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -85,6 +88,23 @@ class RotaryEmbedding(nn.Module):
             frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
             return self._angles(batch.positions % self.long_offset, frequencies)
         return self._table.take(batch.positions, self.kernels)
+
+    def _by_section(self, positions: Tensor) -> Angles:
+        """Return the angles of tokens with a time, a row and a column, i64[3, num_tokens].
+
+        The frequencies of the three alternate; those behind the last row and column are of time.
+        """
+        assert self.sections is not None, "positions are of three numbers in models of images alone"
+        table = self._table
+        by_time, *others = (
+            self._angles(own, self.inv_freq) if table is None else table.take(own.contiguous(), self.kernels)
+            for own in positions
+        )
+        for first, count, other in zip((1, 2), self.sections[1:], others, strict=True):
+            own = slice(first, 3 * count, 3)
+            by_time.cos[:, own] = other.cos[:, own]
+            by_time.sin[:, own] = other.sin[:, own]
+        return by_time
 
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.families.vision import PROJECTOR
-from ...architectures.towers import MergeSpec, PoolSpec
+from ...architectures.towers import MergeSpec, PoolSpec, StackSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.backend import Kernels
 from ..layers.norms import new_norm
@@ -80,5 +80,40 @@ class Merger(nn.Module):
         # The merging layer takes the numbers of a square dimension by dimension.
         by_square = normed.view(-1, self.num_merged, normed.shape[1]).transpose(1, 2).flatten(1)
         inner: Tensor = self.first(self.merge(by_square))
+        self.kernels.gelu(inner, tanh=False)
+        return cast(Tensor, self.second(inner))
+
+
+class StackedMerger(nn.Module):
+    """Squares of patches, normalised one by one or as a whole, and two layers: Qwen3-VL's.
+
+    name: of its tensors. is_feature: whether squares are normalised as a whole.
+    """
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        name: str,
+        size: int,
+        text_size: int,
+        kernels: Kernels,
+        *,
+        is_feature: bool = False,
+    ) -> None:
+        super().__init__()
+        whole = size * spec.side**2
+        self.whole = whole
+        self.is_feature = is_feature
+        self.kernels = kernels
+        self.norm = new_norm(spec.norm, whole if is_feature else size, kernels, f"{name}.norm")
+        self.first = TowerLinear(whole, StoredRows({f"{name}.linear_fc1": whole}), bias=True)
+        self.second = TowerLinear(whole, StoredRows({f"{name}.linear_fc2": text_size}), bias=True)
+
+    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, size] -> [num_embeddings, text_size]
+        if self.is_feature:
+            normed: Tensor = self.norm(patches.view(-1, self.whole))
+        else:
+            normed = self.norm(patches).view(-1, self.whole)
+        inner: Tensor = self.first(normed)
         self.kernels.gelu(inner, tanh=False)
         return cast(Tensor, self.second(inner))

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.families.vision import VISION
-from ...architectures.towers import MergeSpec, TowerSpec, VisionSpec
+from ...architectures.towers import MergeSpec, StackSpec, TowerSpec, VisionSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.attention_options import AttentionOptions, AttentionPlan
 from ...kernels.backend import Kernels
 from ..layers.norms import LayerNorm, RMSNorm, new_norm
 from ..weights.loading import Loadable, Loader
 from .linear import TowerLinear
-from .projectors import Merger, Pooler
+from .projectors import Merger, Pooler, StackedMerger
 
-BLOCK_SIZE = 16  # patches of a block of K and V
+PATCH_BLOCK = 16  # patches of a block of K and V
 MAX_SIDE = 16384  # pixels of an image
 
 
@@ -44,7 +44,10 @@ class PatchProjection(Loadable):
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__(StoredRows({VISION + spec.names.patch: spec.hidden_size}))
-        shape = spec.hidden_size, spec.num_channels, spec.patch_size, spec.patch_size
+        frames = (spec.frames,) if spec.frames > 1 else ()
+        shape = spec.hidden_size, spec.num_channels, *frames, spec.patch_size, spec.patch_size
+        self.num_channels = spec.num_channels
+        self.frames = spec.frames
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
         bias = nn.Parameter(torch.empty(spec.hidden_size), requires_grad=False)
         self.bias = bias if spec.patch_bias else None
@@ -59,6 +62,9 @@ class PatchProjection(Loadable):
     def forward(
         self, patches: Tensor
     ) -> Tensor:  # [num_patches, patch_numbers] -> [num_patches, hidden_size]
+        if self.frames > 1:  # of a channel after each other
+            by_channel = patches.view(len(patches), self.num_channels, 1, -1)
+            patches = by_channel.expand(-1, -1, self.frames, -1).flatten(1)
         return self.form(patches, self.bias)
 
 
@@ -67,9 +73,30 @@ class PositionTable(Loadable):
 
     def __init__(self, spec: TowerSpec) -> None:
         assert spec.names.positions is not None
+        self.side = spec.grid
+        self.is_interpolated = spec.is_interpolated
         num_places = spec.grid**2
         super().__init__(StoredRows({VISION + spec.names.positions: num_places}))
         self.weight = nn.Parameter(torch.empty(num_places, spec.hidden_size), requires_grad=False)
+
+    def forward(self, places: Tensor, grids: Sequence[Grid], kernels: Kernels) -> Tensor:
+        """Return the vector of each place, i64[num_patches, 2] -> [num_patches, hidden_size]."""
+        table = self.weight.detach()
+        if not self.is_interpolated:
+            return kernels.take_rows(table, places[:, 0] * self.side + places[:, 1])
+        counts = torch.tensor([grid.num_patches for grid in grids], device="cpu")
+        sizes = torch.tensor(grids, device="cpu").repeat_interleave(counts, dim=0).to(places.device)
+        # The corners of an image's grid lie on those of the table.
+        at = places * ((self.side - 1) / (sizes - 1).clamp(min=1).double())
+        low = at.floor().long()
+        high = (low + 1).clamp(max=self.side - 1)
+        share = (at - low).float()
+        total = torch.zeros(len(places), table.shape[1], dtype=torch.float32, device=table.device)
+        for rows, by_row in ((low[:, 0], 1 - share[:, 0]), (high[:, 0], share[:, 0])):
+            for columns, by_column in ((low[:, 1], 1 - share[:, 1]), (high[:, 1], share[:, 1])):
+                taken = kernels.take_rows(table, rows * self.side + columns)
+                total = total + taken.float() * (by_row * by_column)[:, None]
+        return total.to(table.dtype)
 
 
 class _Attended(NamedTuple):
@@ -78,7 +105,7 @@ class _Attended(NamedTuple):
     cos: Tensor  # f32[num_patches, head_dim // 2]
     sin: Tensor
     slots: Tensor  # i64[num_patches]
-    keys: Tensor  # [num_blocks, BLOCK_SIZE, num_heads, head_dim]
+    keys: Tensor  # [num_blocks, PATCH_BLOCK, num_heads, head_dim]
     values: Tensor
     tables: Tensor  # i32[num_images, most blocks]
     seq_lens: Tensor  # i32[num_images]
@@ -171,8 +198,18 @@ class Vit(nn.Module):
         self.last_norm = last or None
         layers = nn.ModuleList(TowerLayer(spec, layer, kernels) for layer in range(spec.num_layers))
         self.layers = cast(Sequence[TowerLayer], layers)
-        projector: Merger | Pooler
-        if isinstance(vision.projector, MergeSpec):
+        self.features: dict[int, StackedMerger] = {}
+        projector: Merger | Pooler | StackedMerger
+        if isinstance(vision.projector, StackSpec):
+            own = vision.projector
+            projector = StackedMerger(own, f"{VISION}merger", spec.hidden_size, text_size, kernels)
+            more = nn.ModuleList(
+                StackedMerger(own, name, spec.hidden_size, text_size, kernels, is_feature=True)
+                for name in (f"{VISION}deepstack_merger_list.{i}" for i in range(len(own.features)))
+            )
+            self.feature_projectors = more
+            self.features = dict(zip(own.features, cast(Sequence[StackedMerger], more), strict=True))
+        elif isinstance(vision.projector, MergeSpec):
             projector = Merger(vision.projector, spec.hidden_size, text_size, kernels)
         else:
             projector = Pooler(vision.projector, spec.hidden_size, text_size, kernels)
@@ -184,40 +221,46 @@ class Vit(nn.Module):
         patches: f[num_patches, patch_numbers], of all images one after another. Those of an image come square
             by square, as the projector merges them; squares, and patches in one, row by row.
 
-        Returns [num_embeddings, text_size].
+        Returns [num_embeddings, (1 + num_features) * text_size]: each with its features behind it.
         """
         places = torch.cat([squares(grid, self.side) for grid in grids]).to(patches.device)
         residual: Tensor = self.patches(patches)
         if self.positions is not None:
-            at = places[:, 0] * self.spec.grid + places[:, 1]
-            self.kernels.add(self.kernels.take_rows(self.positions.weight.detach(), at), residual)
+            self.kernels.add(self.positions(places, grids, self.kernels), residual)
         if self.first_norm is not None:
             residual = self.first_norm(residual)
         attended = self._attended(residual, places, grids)
         hidden = plan = None
-        for layer in self.layers:
+        features = list[Tensor]()
+        for number, layer in enumerate(self.layers):
             hidden, plan = layer(hidden, residual, attended, plan)
+            if number in self.features:
+                assert hidden is not None, "a layer leaves its output to be added"
+                self.kernels.add(hidden, residual)
+                hidden = None
+                features.append(self.features[number](residual))
         if self.last_norm is not None:
             residual = _add_and_norm(hidden, residual, self.last_norm)
         elif hidden is not None:
             self.kernels.add(hidden, residual)
-        return cast(Tensor, self.projector(residual))
+        made: Tensor = self.projector(residual)
+        return torch.cat([made, *features], dim=1) if features else made
 
     def _attended(self, residual: Tensor, places: Tensor, grids: Sequence[Grid]) -> _Attended:
         """Return where K and V of the patches go, and that each patch sees its whole image."""
         device = residual.device
         counts = [grid.num_patches for grid in grids]
-        needed = [-(-count // BLOCK_SIZE) for count in counts]
+        needed = [-(-count // PATCH_BLOCK) for count in counts]
         first = [0, *accumulate(needed)]
         slots = [
-            torch.arange(start * BLOCK_SIZE, start * BLOCK_SIZE + count, device=device)
+            torch.arange(start * PATCH_BLOCK, start * PATCH_BLOCK + count, device=device)
             for start, count in zip(first, counts, strict=False)
         ]
         tables = torch.zeros(len(grids), max(needed), dtype=torch.int32, device="cpu")
         for row, start, count in zip(tables, first, needed, strict=False):
             row[:count] = torch.arange(start, start + count, dtype=torch.int32, device="cpu")
         last = torch.tensor(counts, dtype=torch.int32, device="cpu") - 1
-        shape = first[-1], BLOCK_SIZE, self.spec.num_heads, self.spec.head_dim
+        shape = first[-1], PATCH_BLOCK, self.spec.num_heads, self.spec.head_dim
         cos, sin = self._angles(places)
         return _Attended(
             cos=cos,
