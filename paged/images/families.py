@@ -47,7 +47,7 @@ def with_boundaries(vision: VisionSpec, ids: Mapping[str, int] | None) -> Vision
 
     Raises CheckpointError if the tokenizer lacks one.
     """
-    family = PROMPTS[vision.family]
+    family = PROMPT_FAMILIES[vision.family]
     if not family.boundary_texts:
         return vision
     if ids is None:
@@ -84,7 +84,7 @@ def _mistral3(vision: VisionSpec, size: Size) -> ImageTokens:
     return ImageTokens("", [*(row * rows)[:-1], behind_image], "")
 
 
-PROMPTS: Mapping[str, PromptFamily] = {
+PROMPT_FAMILIES: Mapping[str, PromptFamily] = {
     "gemma3": PromptFamily(lambda vision: vision.boundary_ids[0], _gemma3),
     "mistral3": PromptFamily(
         lambda vision: vision.token_id,

@@ -13,7 +13,7 @@ from ..architectures.towers import VisionSpec
 from ..base.errors import RequestError, ResourceError, reject_unknown
 from ..base.validation import shown
 from ..images.decoding import check_size, in_rgb, pillow
-from ..images.families import PROMPTS, ImageTokens, with_boundaries
+from ..images.families import PROMPT_FAMILIES, ImageTokens, with_boundaries
 from ..images.processing import resizing_of, sha256_of
 from ..images.sizes import Pixels, Size
 from ..requests.request import PromptImage
@@ -22,7 +22,7 @@ from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers
 
 IMAGE_LIMITS = WorkerLimits(time_s=4.0, wall_s=30.0, memory=2 * 2**30, characters=128 * 2**20)
-MOST_AT_ONCE = 2  # images at once, each by a process
+MOST_DECODING = 2  # images at once, each by a process
 MOST_FILE_BYTES = 64 * 2**20
 DATA = "data:"
 
@@ -84,12 +84,12 @@ class ImagePrompts:
         self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
         self.most = most
         self._tokenizer = tokenizer
-        self._family = PROMPTS[vision.family]
+        self._family = PROMPT_FAMILIES[vision.family]
         self._resizing = resizing_of(vision)
 
     @cached_property
     def _workers(self) -> Workers:
-        return Workers(MOST_AT_ONCE, lambda: Worker("paged.text.image_worker", "decoding it", IMAGE_LIMITS))
+        return Workers(MOST_DECODING, lambda: Worker("paged.text.image_worker", "decoding it", IMAGE_LIMITS))
 
     @property
     def placeholder_id(self) -> int:

@@ -66,7 +66,8 @@ def test_every_api_shows_the_same_image(served):
     counted = served.request("POST", "/v1/messages/count_tokens", {"model": model, "messages": messages})[2]
     assert json.loads(counted)["input_tokens"] == num_tokens
     chat_parts = [{"type": "text", "text": "Look:"}, image()]
-    tokens = ask(served, "/tokenize", messages=[{"role": "user", "content": chat_parts}])[1]
+    body = {"messages": [{"role": "user", "content": chat_parts}]}
+    tokens = json.loads(served.request("POST", "/tokenize", body)[2])
     assert tokens["count"] == num_tokens
 
 
