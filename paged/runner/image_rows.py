@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..requests.request import PromptImage, Request
+
+if TYPE_CHECKING:
+    from ..architectures.towers import VisionSpec
+    from ..scheduler.schedule import Schedule
+    from .plan import ComputedPart
 
 
 class ImageRows(NamedTuple):
@@ -118,3 +123,33 @@ def last_keys(requests: Sequence[Request], starts: Sequence[int], counts: Sequen
                 own[low - start : high - start] = array("i", [end - 1]) * (high - low)
         keys += own
     return keys
+
+
+class SeenImages:
+    """The requests with images that steps must know of."""
+
+    def __init__(self, vision: VisionSpec) -> None:
+        self._vision = vision
+        self._seeing = dict[int, Request]()  # by seat
+
+    def add(self, schedule: Schedule, part: ComputedPart) -> None:
+        """Add the tokens of images that a step computes, and what tokens behind images are rotated by."""
+        vision = self._vision
+        if schedule.newcomers or schedule.vacated:
+            for seat in schedule.vacated:
+                self._seeing.pop(seat, None)
+            self._seeing.update((r.seat, r) for r in schedule.newcomers if r.inputs.images)
+        if not self._seeing:
+            return
+        rows = schedule.requests, part.starts, part.counts
+        part.images = image_rows(*rows, vision.token_id)
+        if part.images and vision.sees_itself:
+            part.last_keys = last_keys(*rows)
+        if vision.sections is not None:
+            part.grid_positions = grid_positions(*rows, vision.square)
+            if part.grid_positions is None:
+                part.rope_offsets = rope_offsets(schedule.requests, part.starts, vision.square)
+            return
+        for start, count, request in zip(part.starts, part.counts, schedule.requests, strict=True):
+            if request.inputs.images and start + count >= request.inputs.images[-1].end:
+                self._seeing.pop(request.seat, None)

@@ -14,7 +14,7 @@ from ..scheduler.schedule import AskedRows, ReportParams, Schedule
 
 if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
-    from .image_rows import ImageRows
+    from .image_rows import ImageRows, SeenImages
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -253,8 +253,11 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
-        self.vision = vision
-        self._seeing = dict[int, Request]()  # by seat, the requests with images that steps must know of
+        self._seen: SeenImages | None = None
+        if vision is not None:
+            from .image_rows import SeenImages
+
+            self._seen = SeenImages(vision)
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -288,8 +291,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
-        if self.vision is not None:
-            self._add_images(schedule, computed, self.vision)
+        if self._seen is not None:
+            self._seen.add(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
@@ -301,29 +304,6 @@ class Planner:
         if asked:
             sampled.reports = [_report_params(schedule.requests[rows.row], rows) for rows in asked]
         return StepPlan(computed, sampled)
-
-    def _add_images(self, schedule: Schedule, part: ComputedPart, vision: VisionSpec) -> None:
-        """Add the tokens of images that the step computes, and what tokens behind images are rotated by."""
-        if schedule.newcomers or schedule.vacated:
-            for seat in schedule.vacated:
-                self._seeing.pop(seat, None)
-            self._seeing.update((r.seat, r) for r in schedule.newcomers if r.inputs.images)
-        if not self._seeing:
-            return
-        from .image_rows import grid_positions, image_rows, last_keys, rope_offsets
-
-        rows = schedule.requests, part.starts, part.counts
-        part.images = image_rows(*rows, vision.token_id)
-        if part.images and vision.sees_itself:
-            part.last_keys = last_keys(*rows)
-        if vision.sections is not None:
-            part.grid_positions = grid_positions(*rows, vision.square)
-            if part.grid_positions is None:
-                part.rope_offsets = rope_offsets(schedule.requests, part.starts, vision.square)
-            return
-        for start, count, request in zip(part.starts, part.counts, schedule.requests, strict=True):
-            if request.inputs.images and start + count >= request.inputs.images[-1].end:
-                self._seeing.pop(request.seat, None)
 
     def _add_grown_tables(self, schedule: Schedule, part: ComputedPart) -> None:
         """Add the new entries of grown block tables, except of requests whose tokens are sent as well."""

@@ -19,14 +19,7 @@ from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.sampling_params import SamplingParams
-from ..requests.request import (
-    CompletionOutput,
-    ErrorKind,
-    FinishReason,
-    Logprob,
-    PromptImage,
-    RequestMetrics,
-)
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat

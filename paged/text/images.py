@@ -136,7 +136,7 @@ class ImagePrompts:
             for i, each in enumerate(listed)
         ]
 
-    def parse(self, prompt: str | list[int], images: Sequence[NamedImage], **options: Any) -> Parsed:
+    def parse(self, prompt: str | Sequence[int], images: Sequence[NamedImage], **options: Any) -> Parsed:
         """Return the prompt with the tokens of its images. Raises RequestError.
 
         options: those of `Tokenizer.encode`.
@@ -145,13 +145,18 @@ class ImagePrompts:
             raise RequestError(
                 f"the prompt has {len(images)} images, and limit_mm_per_prompt allows {self.most}"
             )
+        if isinstance(prompt, str) and self._tokenizer is None:
+            raise RequestError(
+                "a prompt that is text needs the tokenizer, which skip_tokenizer_init=True left out"
+            )
+        prompt = prompt if isinstance(prompt, str) else [*prompt]
         self._check_count(self._count(prompt), len(images))
         pixels = [self._read(*each) for each in images]
         tokens = [self._family.tokens(self.vision, each.size) for each in pixels]
         if isinstance(prompt, str):
             text = self._in_text(prompt, tokens)
             assert self._tokenizer is not None, "a text was not refused without a tokenizer"
-            token_ids = self._tokenizer.encode(text, **options)
+            token_ids = [*self._tokenizer.encode(text, name="the prompt", **options)]
         else:
             token_ids = self._in_tokens(prompt, tokens)
         return Parsed(

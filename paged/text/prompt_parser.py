@@ -94,16 +94,19 @@ class PromptParser:
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
         prompt = _as_list(prompt)
         self._check_before_encoding("the prompt", prompt)
+        seen: tuple[PromptImage, ...] = ()
         if images:
-            return self._parse_images(prompt, images, salt, add_special_tokens=add_special_tokens)
-        text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
+            assert self.images is not None, "images were refused"
+            text, token_ids, seen = self.images.parse(prompt, images, add_special_tokens=add_special_tokens)
+        else:
+            text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         self._check_length("the prompt", len(token_ids))
         self.check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
-        self._check_is_text("prompt_token_ids", token_ids)
-        return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
+        self._check_is_text("prompt_token_ids", token_ids, with_images=bool(seen))
+        return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)), seen)
 
     def _images_in(self, data: Any) -> list[NamedImage]:
         """Return the images in multi_modal_data. Raises RequestError, also where the model sees none."""
@@ -116,28 +119,6 @@ class PromptParser:
             )
         return self.images.given(data)
 
-    def _parse_images(
-        self, prompt: Any, images: Sequence[NamedImage], salt: str | None, *, add_special_tokens: bool
-    ) -> ParsedPrompt:
-        """Validate and tokenize a prompt with images."""
-        assert self.images is not None, "images were refused"
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "a prompt that is text needs the tokenizer, which skip_tokenizer_init=True left out"
-                )
-            given: Any = prompt
-        else:
-            given = [*prompt]
-            self.check_vocabulary("prompt_token_ids", given)
-            given = [int(token_id) for token_id in given]
-        found = self.images.parse(given, images, add_special_tokens=add_special_tokens, name="the prompt")
-        token_ids = [int(token_id) for token_id in found.token_ids]
-        self._check_length("the prompt", len(token_ids))
-        self._check_is_text("prompt_token_ids", token_ids, self.images.known_ids)
-        namespace = self.namespace(salt, len(token_ids))
-        return ParsedPrompt(found.text, token_ids, namespace, found.images)
-
     @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
         """Raise RequestError if a prompt that another parser made does not fit this model."""
@@ -147,12 +128,9 @@ class PromptParser:
         self._check_length("the prompt", len(token_ids))
         if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:  # quick, as nearly all pass
             self.check_vocabulary("prompt_token_ids", token_ids)
-        known = frozenset[int]()
-        if prompt.images:
-            if self.images is None:
-                raise RequestError(f"images are refused: {self._no_images or 'this model takes text alone'}")
-            known = self.images.known_ids
-        self._check_is_text("prompt_token_ids", token_ids, known)
+        if prompt.images and self.images is None:
+            raise RequestError(f"images are refused: {self._no_images or 'this model takes text alone'}")
+        self._check_is_text("prompt_token_ids", token_ids, with_images=bool(prompt.images))
 
     def _encode(
         self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
@@ -238,13 +216,11 @@ class PromptParser:
                     param=field_of(name),
                 )
 
-    def _check_is_text(self, name: str, token_ids: list[int], known: frozenset[int] = frozenset()) -> None:
-        """Raise RequestError for tokens that stand for images, audio or video, which did not come.
-
-        known: the tokens of images that came.
-        """
+    def _check_is_text(self, name: str, token_ids: list[int], *, with_images: bool = False) -> None:
+        """Raise RequestError for tokens that stand for images, audio or video which did not come."""
         if not self._placeholders or self._placeholders.keys().isdisjoint(token_ids):
             return
+        known = self.images.known_ids if self.images is not None and with_images else frozenset[int]()
         unknown = self._placeholders.keys() - known
         at = next((i for i, token_id in enumerate(token_ids) if token_id in unknown), None)
         if at is None:

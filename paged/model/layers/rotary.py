@@ -78,7 +78,11 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> Angles:
         if batch.grid_positions is not None:
-            return self._by_section(batch.grid_positions)
+            from .grid_angles import by_section
+
+            assert self.sections is not None, "positions are of three numbers in models of images alone"
+            by_axis = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            return by_section(self.sections, *by_axis)
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -89,22 +93,10 @@ class RotaryEmbedding(nn.Module):
             return self._angles(batch.positions % self.long_offset, frequencies)
         return self._table.take(batch.positions, self.kernels)
 
-    def _by_section(self, positions: Tensor) -> Angles:
-        """Return the angles of tokens with a time, a row and a column, i64[3, num_tokens].
-
-        The frequencies of the three alternate; those behind the last row and column are of time.
-        """
-        assert self.sections is not None, "positions are of three numbers in models of images alone"
-        table = self._table
-        by_time, *others = (
-            self._angles(own, self.inv_freq) if table is None else table.take(own.contiguous(), self.kernels)
-            for own in positions
-        )
-        for first, count, other in zip((1, 2), self.sections[1:], others, strict=True):
-            own = slice(first, 3 * count, 3)
-            by_time.cos[:, own] = other.cos[:, own]
-            by_time.sin[:, own] = other.sin[:, own]
-        return by_time
+    def _plain(self, positions: Tensor) -> Angles:
+        if self._table is None:
+            return self._angles(positions, self.inv_freq)
+        return self._table.take(positions, self.kernels)
 
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
