@@ -40,7 +40,7 @@ def image_part(place: str, url: str, detail: str | None = None) -> dict[str, Any
 
 def is_image(part: Mapping[str, Any]) -> bool:
     """Return whether a part of a chat's message is an image."""
-    return part["type"] == "image_url"
+    return bool(part["type"] == "image_url")
 
 
 def refuse_images(name: str, role: str, parts: Any, kind: str) -> None:
