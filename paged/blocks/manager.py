@@ -7,11 +7,15 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
 from .pool import BlockId, BlockPool
 from .prefix_chain import HashBlock, PrefixChain, sha256_block
 from .sequence import NEVER, SequenceBlocks
+
+if TYPE_CHECKING:
+    from .snapshots import Snapshots
 
 # A decoding sequence registers this many full blocks at once: a call costs more than a block is worth.
 REGISTER_EVERY = 4
@@ -33,6 +37,7 @@ class BlockManager:
     max_step_tokens: the most tokens that one sequence computes in a step. It bounds the blocks of a window.
     num_host_blocks: blocks of host memory for sequences that are swapped out.
     num_host_states: slots of host memory for their states; None: sequences have no states.
+    snapshots: where the states of cached prefixes are. Without them a sequence with states has no prefix hit.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class BlockManager:
         num_host_states: int | None = None,
         enable_prefix_caching: bool = True,
         hash_block: HashBlock = sha256_block,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -56,6 +62,9 @@ class BlockManager:
         # The lowest is taken first. Moves of states are made in order, so that one is free at once.
         self._free_host_states = [*range((num_host_states or 0) - 1, -1, -1)]
         self._num_host_states = num_host_states or 0
+        self.snapshots = snapshots
+        self.pool.snapshots = snapshots
+        assert snapshots is not None or not (self.has_states and enable_prefix_caching), "hits need states"
         self._hash_block = hash_block
         # The tokens of one step and the window before them, wherever block boundaries lie.
         spans = [w and w - 1 + max_step_tokens for w in self.windows]
@@ -65,6 +74,7 @@ class BlockManager:
         self._sequences: set[SequenceBlocks] = set()
         self._pins: dict[str, list[list[BlockId]]] = {}
         self._pinned: Counter[BlockId] = Counter()  # number of pins on each block
+        self._pinned_states: dict[str, int] = {}  # by pin, the serial of the block before its state
 
     # Sizes
 
@@ -158,13 +168,20 @@ class BlockManager:
         """Return the cached blocks of the longest known prefix, for each group, without taking them.
 
         The prefix ends before the token `first_needed`, the first whose logits are needed; None means the
-        last token.
+        last token. Where sequences have states, it ends where there is a snapshot of them.
         """
         if seq.chain is None:
             return [[] for _ in self.windows]
         most = (len(token_ids) - 1) // self.block_size
         seq.chain.extend(token_ids, most, self.block_size)
-        return self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
+        hits = self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
+        if self.snapshots is None:
+            return hits
+        now, later = self.snapshots.longest(map(self.pool.serial, hits[0]))
+        seq.is_due = later > now
+        seq.num_matched = len(hits[0]) * self.block_size
+        seq.last_place = most * self.block_size
+        return [blocks[:now] for blocks in hits]
 
     def start(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> int:
         """Start a sequence with cached blocks from `match`. Return how many tokens they hold."""
@@ -238,6 +255,19 @@ class BlockManager:
             seq.num_registered = index + 1
         seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
 
+    def serial_at(self, seq: SequenceBlocks, num_tokens: int) -> int:
+        """Return the serial, in the first group, of the last registered block of a sequence, if this many
+        tokens end with it and it is still cached; else 0.
+        """
+        is_there = 0 < num_tokens == seq.num_registered * self.block_size
+        return seq.last[0][1] if is_there and self.pool.is_known(seq.last[0]) else 0
+
+    def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
+        """Return how many tokens a chunk of a prompt has at most, so that it ends where a snapshot is taken."""
+        if self.snapshots is None:
+            return NEVER
+        return self.snapshots.place_after(seq, num_computed) - num_computed
+
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
         """Return a second sequence that shares all blocks. The first write into the last block copies it."""
         copy = SequenceBlocks(len(self.windows), seq.chain and seq.chain.fork())
@@ -292,6 +322,9 @@ class BlockManager:
         seq.host = None
         if seq.host_state is not None:
             self.take_host_state(seq)
+        if seq.rolling is not None and self.snapshots is not None:
+            self.snapshots.release(seq.rolling[0])
+            seq.rolling = None
 
     # Swapping
 
@@ -381,11 +414,18 @@ class BlockManager:
     # Pins
 
     def find(self, token_ids: Sequence[int], namespace: bytes = b"") -> list[list[BlockId]]:
-        """Return the cached blocks of the longest known prefix, for each group, up to the last token."""
+        """Return the cached blocks of the longest known prefix, for each group, up to the last token.
+
+        Where sequences have states, it ends where there is a snapshot of them.
+        """
         chain = PrefixChain(namespace, self._hash_block)
         num_blocks = len(token_ids) // self.block_size
         chain.extend(token_ids, num_blocks, self.block_size)
-        return self._match(chain, num_blocks)
+        hits = self._match(chain, num_blocks)
+        if self.snapshots is None:
+            return hits
+        now, _ = self.snapshots.longest(map(self.pool.serial, hits[0]))
+        return [blocks[:now] for blocks in hits]
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"") -> int:
         """Hold the cached blocks of a prefix under a name. Return how many tokens they hold."""
@@ -395,6 +435,9 @@ class BlockManager:
         for blocks in self._pins[name]:
             self.pool.share(blocks)
             self._pinned.update(blocks)
+        if self.snapshots is not None and self._pins[name][0]:
+            self._pinned_states[name] = self.pool.serial(self._pins[name][0][-1])
+            self.snapshots.pin(self._pinned_states[name])
         return len(self._pins[name][0]) * self.block_size
 
     def unpin(self, name: str) -> None:
@@ -405,6 +448,8 @@ class BlockManager:
         for blocks in self._pins.pop(name):
             self.pool.free(reversed(blocks))
             self._pinned -= Counter(blocks)  # keeps positive counts only
+        if self.snapshots is not None and name in self._pinned_states:
+            self.snapshots.unpin(self._pinned_states.pop(name))
 
     @property
     def pins(self) -> list[str]:
@@ -478,6 +523,9 @@ class BlockManager:
         pool.check()
         self.host_pool.check()
         assert len(set(self._free_host_states)) == len(self._free_host_states) <= self._num_host_states
+        if self.snapshots is not None:
+            rolling = [seq.rolling[0] for seq in self._sequences if seq.rolling is not None]
+            self.snapshots.check(self.pool.serials().__contains__, rolling)
         held = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
         assert dict(self._pinned) == dict(Counter(held)), "the pinned blocks are miscounted"
         for seq in self._sequences:

@@ -81,3 +81,12 @@ class Executor(Protocol):
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
+
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots on the host: [num_layers, num_slots, size] by the names of `StateCache`.
+
+        slots: counted from the first one behind the seats.
+        """
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write into the slot of a snapshot what `read_states` has returned of one."""

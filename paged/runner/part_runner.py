@@ -50,6 +50,9 @@ class Peers(Protocol):
     def least_seats(self, num_seats: int) -> int:
         """Return for how many sequences all have room, of how many this one has room for."""
 
+    def least_snapshots(self, num_snapshots: int) -> int:
+        """Return for how many snapshots of states all have room, of how many this one has room for."""
+
 
 class PartRunner:
     """Owner of all device memory of a process: the weights, and the KV cache, which takes what they leave.
@@ -133,15 +136,26 @@ class PartRunner:
         """
         kernels = self.model.kernels
         with self._explaining_shortage(directory):
-            num_blocks = self.config.num_blocks or num_blocks_that_fit(
-                self.sizes, self.device, kernels, run_step
-            )
+            with_snapshots = self._with_snapshots if self.model_config.states else None
+            num_blocks = self.config.num_blocks
+            if num_blocks is None:
+                num_blocks = num_blocks_that_fit(self.sizes, self.device, kernels, run_step, with_snapshots)
+            elif with_snapshots is not None:
+                with_snapshots(None)
             num_host_blocks = self.sizes.num_host_blocks
             if self._peers is not None:
                 num_blocks, num_host_blocks = self._peers.least(num_blocks, num_host_blocks)
             self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
             self.graphs = new_graphs(self.sizes, self.model)
             self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)
+
+    def _with_snapshots(self, room: int | None) -> Sizes:
+        """Decide how many snapshots of states there are, and return the sizes with them; see `snapshots_in`."""
+        from .states import with_snapshots
+
+        least = None if self._peers is None else self._peers.least_snapshots
+        self.sizes = with_snapshots(self.sizes, room, least)
+        return self.sizes
 
     @contextmanager
     def _explaining_shortage(self, directory: Path) -> Iterator[None]:
@@ -200,6 +214,25 @@ class PartRunner:
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
+
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots on the host, by the names of `StateCache`; nothing if there are none here.
+
+        slots: counted from the first one behind the seats.
+        """
+        states = self.kv_cache.states
+        if states is None:
+            return {}
+        first = self.sizes.config.num_seats
+        own = [first + slot for slot in slots]
+        return {name: tensor[:, own].cpu() for name, tensor in states.tensors.items()}
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write into the slot of a snapshot what `read_states` has returned of one."""
+        states = self.kv_cache.states
+        assert states is not None or not contents, "no layer here keeps a state"
+        for name, content in contents.items():
+            states.tensors[name][:, self.sizes.config.num_seats + slot] = content
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

@@ -1,17 +1,38 @@
-"""The options that models with states do not support. Others do not import it."""
+"""Options of models with states, and those that such models do not support. Others do not import it."""
 
 from __future__ import annotations
 
+from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 
 
-def check_options(config: EngineConfig, architecture: str, *, is_draft: bool) -> None:
-    """Raise ConfigError for an option that a model with states does not support."""
-    if config.enable_prefix_caching:
+def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
+    """Raise ConfigError for an option that a model with states does not support, or that is for such models."""
+    architecture = model.architecture
+    if not model.states:
+        name = "state_interval" if config.state_snapshots is None else "state_snapshots"
         raise ConfigError(
-            f"enable_prefix_caching True is not supported for {architecture}, whose layers keep states: "
-            "leave it out, or give False"
+            f"{name} {getattr(config, name)} has no effect on {architecture}, whose layers keep no states: "
+            "leave it out"
+        )
+    if config.enable_prefix_caching is False and config.state_snapshots:
+        raise ConfigError(
+            f"state_snapshots {config.state_snapshots} are kept for the prefix cache, and there is none with "
+            "enable_prefix_caching False: omit one of both"
+        )
+    if config.enable_prefix_caching and config.state_snapshots == 0:
+        raise ConfigError(
+            f"enable_prefix_caching True needs snapshots of the states of {architecture}, and "
+            "state_snapshots is 0: omit one of both"
+        )
+    if config.state_interval is not None and (
+        config.enable_prefix_caching is False or config.state_snapshots == 0
+    ):
+        absent = "state_snapshots 0" if config.state_snapshots == 0 else "enable_prefix_caching False"
+        raise ConfigError(
+            f"state_interval {config.state_interval} says where snapshots are left for the prefix cache, and "
+            f"there is none with {absent}: omit one of both"
         )
     if config.speculation is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Seats and memory of models with states. Others do not import it."""
+"""Seats, snapshots and memory of models with states. Others do not import it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import torch
 from ..base.errors import ResourceError
 from ..model.cache.states import StateCache
 from ..model.part import ModelPart
-from .sizes import Sizes
+from .sizes import HOST_RATES, Sizes
 
 logger = logging.getLogger(__name__)
+
+# By default snapshots take one part in so many of the memory for blocks, but there are some in any case.
+SNAPSHOT_SHARE = 8
+LEAST_SNAPSHOTS = 4
+# A gap between snapshots that takes as long as this to compute is worth one more.
+GAP_S = 0.2
+UNLIMITED = 2**31 - 1  # of a rank without states
 
 
 def seats_in(sizes: Sizes, room: int) -> Sizes:
@@ -23,7 +30,8 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
     """
     if sizes.config.max_num_seqs is not None or not sizes.state_bytes:
         return sizes
-    num_seqs = max(1, min(sizes.config.num_seats, room // 4 // sizes.state_bytes))
+    of_one = sizes.states_of_seat * sizes.state_bytes
+    num_seqs = max(1, min(sizes.config.num_seats, room // 4 // of_one))
     return replace(sizes, config=replace(sizes.config, max_num_seqs=num_seqs))
 
 
@@ -42,23 +50,71 @@ def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> S
             "of %s MiB",
             found.config.num_seats,
             sizes.config.num_seats,
-            f"{sizes.state_bytes / 2**20:,.1f}",
+            f"{sizes.states_of_seat * sizes.state_bytes / 2**20:,.1f}",
             f"{room / 2**20:,.0f}",
         )
     return found
+
+
+def snapshots_in(sizes: Sizes, room: int | None) -> int:
+    """Return how many snapshots there are by default: as many as an eighth of the memory for blocks holds.
+
+    room: the bytes for snapshots and blocks together; None: num_blocks is given, and snapshots come on top.
+    """
+    if not sizes.state_bytes:
+        return UNLIMITED
+    num_blocks = sizes.config.num_blocks or sizes.max_useful_blocks
+    bytes_of_blocks = num_blocks * sizes.block_bytes
+    if not bytes_of_blocks:  # a stage whose layers all keep states
+        bytes_of_blocks = UNLIMITED * sizes.state_bytes if room is None else room
+    elif room is not None:
+        bytes_of_blocks = min(room, bytes_of_blocks)
+    return max(LEAST_SNAPSHOTS, bytes_of_blocks // SNAPSHOT_SHARE // sizes.state_bytes)
+
+
+def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] | None = None) -> Sizes:
+    """Return sizes with as many snapshots as the option says, or as `snapshots_in` does.
+
+    least: as of `with_seats`.
+    """
+    if not sizes.enable_prefix_caching or sizes.config.state_snapshots is not None:
+        return sizes
+    found = snapshots_in(sizes, room)
+    if least is not None:
+        found = least(found)
+    return replace(sizes, config=replace(sizes.config, state_snapshots=found))
+
+
+def interval_of(sizes: Sizes) -> int:
+    """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
+
+    By default where computing the tokens between takes longer than GAP_S by the rough estimate of `swap_pays`,
+    but not before their K and V take as much memory as a state does, nor within a step of the largest size.
+    """
+    size = sizes.block_size
+    found = sizes.config.state_interval
+    if found is None:
+        flops = 2 * sizes.model.num_active_layer_params
+        of_time = int(GAP_S * HOST_RATES[sizes.device].flops_per_s / flops)
+        of_memory = int(sizes.state_bytes / max(1.0, sizes.kv_bytes_per_token))
+        step = sizes.max_step_tokens
+        # In whole steps, so that prompts are not computed in more of them for this.
+        found = -(-max(of_time, of_memory, 1) // step) * step
+    return -(-found // size) * size
 
 
 def new_states(sizes: Sizes, device: torch.device) -> StateCache:
     """Allocate the states of all seats, and those that are swapped. Raises ResourceError."""
     part = ModelPart.whole(sizes.model.num_layers) if sizes.part is None else sizes.part
     dtype: torch.dtype = getattr(torch, sizes.dtype)
-    num_slots = sizes.config.num_seats
+    num_slots = sizes.num_states
     try:
         return StateCache(sizes.model, part, num_slots, sizes.num_host_states, dtype, device)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         raise ResourceError(
-            f"no memory for the states of max_num_seqs {num_slots} sequences: "
-            f"{sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on {device}; lower it"
+            f"no memory for the states of max_num_seqs {sizes.config.num_seats} sequences and "
+            f"{sizes.num_snapshots} snapshots: {sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on "
+            f"{device}; lower max_num_seqs or state_snapshots"
         ) from error
 
 
@@ -67,9 +123,16 @@ def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
 
     free: the bytes for both. least: those of a block in each layer group.
     """
+    of_seats = sizes.config.num_seats * sizes.states_of_seat * sizes.state_bytes
+    of_snapshots = sizes.num_snapshots * sizes.state_bytes
+    ways = "lower max_num_seqs"
+    snapshots = ""
+    if of_snapshots:
+        snapshots = f", {sizes.num_snapshots} snapshots of them {of_snapshots / 2**20:,.0f} MiB"
+        ways += " or state_snapshots"
     return ResourceError(
         f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "
-        f"max_num_seqs {sizes.config.num_seats} sequences take {sizes.all_state_bytes / 2**20:,.0f} MiB "
-        f"({sizes.state_bytes / 2**20:,.2f} each), and a block in each layer group {least / 2**20:,.2f} MiB; "
-        "lower max_num_seqs"
+        f"max_num_seqs {sizes.config.num_seats} sequences take {of_seats / 2**20:,.0f} MiB "
+        f"({of_seats / sizes.config.num_seats / 2**20:,.2f} each){snapshots}, and a block in each layer group "
+        f"{least / 2**20:,.2f} MiB; {ways}"
     )

@@ -228,6 +228,7 @@ class Scheduler:
         prefills: list[Request] = []
         budget = self.max_num_batched_tokens
         running = self.running.copy()
+        states = self._running.states
         if self.num_in_flight > 1:
             budget = min(budget, self._share_of_decodes())
         scarce = len(self.running) > budget
@@ -247,6 +248,8 @@ class Scheduler:
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:
                     self.block_manager.register(blocks, request.token_ids, end - 1)
+                if states is not None:
+                    states.roll(request)
             request.ready = False
             requests.append(request)
         schedule.sample_decodes([request.num_computed_tokens for request in requests])
@@ -276,7 +279,7 @@ class Scheduler:
             if not request.ready:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
-            num_new = min(missing, self.max_chunk, self._budget_left(schedule))
+            num_new = min(missing, self._running.most_new(request), self._budget_left(schedule))
             end = request.num_computed_tokens + num_new
             # Decodes keep their blocks and end some time. Only in a step without them others are preempted.
             if num_new and (
@@ -339,12 +342,15 @@ class Scheduler:
             self.counters.count_first_run(request)
         self._running.join(request)
         if self._running.states is not None:
-            self._running.states.swap_in(request)
+            self._running.states.begin(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
+        if self._running.states is not None:
+            self._running.states.roll(request)
+            self._running.states.leave(request, end)
         row = len(schedule.requests)
         schedule.add(request, num_new)
         request.ready = False
@@ -485,10 +491,9 @@ class Scheduler:
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""
-        for request in self._running.remove_finished():
+        for request in self._running.remove_finished(self.preemption.free):
             self.counters.num_finished += 1
             self.preemption.release(request)
-            self.preemption.free(request)
 
     def cancel(self) -> None:
         """Discard the steps in flight after a failure: what they wrote or copied is unknown.
@@ -635,6 +640,8 @@ class Scheduler:
         message: str | None = None,
         kind: ErrorKind | None = None,
     ) -> None:
+        if self._running.states is not None and request.is_settled:
+            self.preemption.keep(request)
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
             ended.finish(reason, self.clock(), message, kind)
@@ -664,6 +671,13 @@ class Scheduler:
             return num_tokens
         manager.unpin(name)
         return 0
+
+    def take_state_moves(self) -> Schedule | None:
+        """Return a step that computes nothing and moves the states that the next one would; None: it moves none."""
+        schedule = Schedule(scheduled_time=self.clock())
+        if self._running.states is not None:
+            self._running.states.take(schedule)
+        return schedule if schedule.state_moves else None
 
     def check(self) -> None:
         """Check the invariants of the scheduler and its block manager."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from ..blocks.manager import BlockManager, Copy
-from ..requests.request import Request
+from ..requests.request import NO_SEAT, Request
 from .schedule import Schedule
 
 
 class StateMoves:
     """The moves of states that steps make before they compute, one after another.
 
-    A state is in the seat of its request, or, where its blocks are, in host memory, whose slots follow the
-    seats. A request that computes its first token begins with a state of zeros, whatever its seat holds.
+    A state is in the seat of its request. Behind the seats follow the slots of snapshots, and behind them
+    host memory, where a state is while its blocks are there. A request that computes its first token begins
+    with a state of zeros, whatever its seat holds.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
         self._manager = block_manager
+        self._snapshots = block_manager.snapshots
         self._num_seats = num_seats
+        self._num_slots = num_seats + (0 if self._snapshots is None else self._snapshots.num_slots)
         self._moves: list[Copy] = []  # of this step, and those that must wait until it has ended
         self._later: list[Copy] = []
 
@@ -31,21 +34,88 @@ class StateMoves:
         """Move the state of a request to host memory, where its blocks go."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
-        self._moves.append((request.seat, self._num_seats + slot))
+        self._moves.append((request.seat, self._num_slots + slot))
 
-    def swap_in(self, request: Request) -> None:
-        """Move the state of a request that has taken a seat back from host memory, if it is there."""
-        if request.blocks.host_state is not None:
-            slot = self._manager.take_host_state(request.blocks)
+    def begin(self, request: Request) -> None:
+        """Give a request that has taken a seat the state that its first step begins with, if there is one."""
+        seq = request.blocks
+        if seq.host_state is not None:
+            slot = self._manager.take_host_state(seq)
+            self._moves.append((self._num_slots + slot, request.seat))
+        elif request.num_computed_tokens and self._snapshots is not None:
+            slot = self._snapshots.find(self._manager.serial_at(seq, request.num_computed_tokens))
             self._moves.append((self._num_seats + slot, request.seat))
+
+    # Snapshots
+
+    def leave(self, request: Request, end: int) -> None:
+        """Leave a snapshot where a chunk of a prompt ends, if it is to be there. Its blocks are registered."""
+        seq = request.blocks
+        if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
+            return
+        serial = self._manager.serial_at(seq, end)
+        slot = self._snapshots.new(serial, after_step=True) if serial else None
+        if slot is not None:
+            self._later.append((request.seat, self._num_seats + slot))
+
+    def roll(self, request: Request) -> None:
+        """Replace the rolling state of a request behind its prompt if its next step begins a block."""
+        seq = request.blocks
+        num_tokens = request.num_computed_tokens
+        snapshots = self._snapshots
+        if snapshots is None or num_tokens % self._manager.block_size or num_tokens < max(1, seq.last_place):
+            return
+        if not self._is_up_to_date(request) or snapshots.has(self._manager.serial_at(seq, num_tokens)):
+            return
+        slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
+        if slot is not None:
+            seq.rolling = (slot, num_tokens)
+            self._moves.append((request.seat, self._num_seats + slot))
+
+    def keep(self, request: Request) -> None:
+        """Make a snapshot of what a request has that ends, or is preempted, behind its last registered block.
+
+        No step in flight computes the request. It still has its seat and its blocks.
+        """
+        seq = request.blocks
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        num_tokens = seq.num_registered * self._manager.block_size
+        serial = self._manager.serial_at(seq, num_tokens)
+        rolling = seq.rolling
+        seq.rolling = None
+        if rolling is not None and serial and rolling[1] == num_tokens:
+            snapshots.keep(serial, rolling[0])
+        elif rolling is not None:
+            snapshots.release(rolling[0])
+        if serial and request.num_computed_tokens == num_tokens and self._is_up_to_date(request):
+            slot = snapshots.new(serial)
+            if slot is not None:
+                self._moves.append((request.seat, self._num_seats + slot))
+
+    @staticmethod
+    def _is_up_to_date(request: Request) -> bool:
+        """Return whether the state in a request's seat has seen its computed tokens, neither more nor fewer.
+
+        The one place that decides whether a seat may be copied to a snapshot. Drafts of such models, whose
+        accepted inputs the next step applies, must answer False here while there are any.
+        """
+        return request.seat != NO_SEAT
+
+    # Steps
 
     def take(self, schedule: Schedule) -> None:
         """Put the moves into a step that is launched."""
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
+        if self._snapshots is not None:
+            self._snapshots.launch()
 
     def clear(self) -> None:
         """Forget the moves: all requests are computed anew."""
         self._moves = []
         self._later = []
+        if self._snapshots is not None:
+            self._snapshots.launch()

@@ -194,6 +194,11 @@ def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     return StoredRows(parts, index)
 
 
+def own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
+    """Return the columns of a convolution that are a shard's, in its order."""
+    return [shard.share(whole.columns)] if whole.kind == "conv" else _own_columns(whole, shard)
+
+
 def _own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
     """Yield the columns of Q, K and V that are those of a shard's heads."""
     key_heads = shard.kv_heads(whole.num_key_heads)
