@@ -112,11 +112,10 @@ class Snapshots:
         """Make a rolling state the snapshot behind a block, unless there is one, or no room."""
         if self.has(serial):
             self._use(serial)
-            self.release(slot)
         elif self._make_room():
             self._add(serial, slot)
-        else:
-            self.release(slot)
+            return
+        self.release(slot)
 
     def drop(self, serial: int) -> None:
         """Drop the snapshot behind a block that leaves the prefix cache, if there is one."""
