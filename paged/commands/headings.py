@@ -33,7 +33,8 @@ _FIELDS: dict[str, dict[str, str]] = {
             skip_tokenizer_init weights_cache verify_weights_cache""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
-            cpu_memory_utilization enable_prefix_caching watermark swap_space""",
+            cpu_memory_utilization enable_prefix_caching state_snapshots state_interval watermark
+            swap_space""",
         SCHEDULING: "",
     },
     "SamplingParams": {
