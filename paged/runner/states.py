@@ -20,7 +20,6 @@ SNAPSHOT_SHARE = 8
 LEAST_SNAPSHOTS = 4
 # A gap between snapshots that takes as long as this to compute is worth one more.
 GAP_S = 0.2
-UNLIMITED = 2**31 - 1  # of a rank without states
 
 
 def seats_in(sizes: Sizes, room: int) -> Sizes:
@@ -61,15 +60,13 @@ def snapshots_in(sizes: Sizes, room: int | None) -> int:
 
     room: the bytes for snapshots and blocks together; None: num_blocks is given, and snapshots come on top.
     """
-    if not sizes.state_bytes:
-        return UNLIMITED
-    num_blocks = sizes.config.num_blocks or sizes.max_useful_blocks
-    bytes_of_blocks = num_blocks * sizes.block_bytes
-    if not bytes_of_blocks:  # a stage whose layers all keep states
-        bytes_of_blocks = UNLIMITED * sizes.state_bytes if room is None else room
-    elif room is not None:
-        bytes_of_blocks = min(room, bytes_of_blocks)
-    return max(LEAST_SNAPSHOTS, bytes_of_blocks // SNAPSHOT_SHARE // sizes.state_bytes)
+    # By the whole model: the layers of a stage may all keep states, or none of them.
+    whole = replace(sizes, part=None)
+    num_blocks = sizes.config.num_blocks or whole.max_useful_blocks
+    found = num_blocks * whole.block_bytes // SNAPSHOT_SHARE // whole.state_bytes
+    if room is not None and sizes.state_bytes:
+        found = min(found, room // SNAPSHOT_SHARE // sizes.state_bytes)
+    return max(LEAST_SNAPSHOTS, found)
 
 
 def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] | None = None) -> Sizes:
