@@ -262,6 +262,13 @@ class BlockManager:
         is_there = 0 < num_tokens == seq.num_registered * self.block_size
         return seq.last[0][1] if is_there and self.pool.is_known(seq.last[0]) else 0
 
+    def find_serial(self, seq: SequenceBlocks, num_tokens: int) -> int:
+        """Return what `serial_at` does, of any registered block."""
+        if (serial := self.serial_at(seq, num_tokens)) or seq.chain is None:
+            return serial
+        blocks = self.pool.match(seq.chain, num_tokens // self.block_size)
+        return self.pool.serial(blocks[-1]) if len(blocks) * self.block_size == num_tokens > 0 else 0
+
     def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
         """Return how many tokens a chunk of a prompt has at most, so that it ends where a snapshot is taken."""
         if self.snapshots is None:

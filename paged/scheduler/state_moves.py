@@ -6,6 +6,9 @@ from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request
 from .schedule import Schedule
 
+# A request whose end is known keeps its state at one block in so many, until it ends.
+SELDOM = 4
+
 
 class StateMoves:
     """The moves of states that steps make before they compute, one after another.
@@ -65,6 +68,8 @@ class StateMoves:
         snapshots = self._snapshots
         if snapshots is None or num_tokens % self._manager.block_size or num_tokens < max(1, seq.last_place):
             return
+        if not self._is_worth_it(request, num_tokens // self._manager.block_size):
+            return
         if not self._is_up_to_date(request) or snapshots.has(self._manager.serial_at(seq, num_tokens)):
             return
         slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
@@ -81,18 +86,31 @@ class StateMoves:
         snapshots = self._snapshots
         if snapshots is None:
             return
-        num_tokens = seq.num_registered * self._manager.block_size
-        serial = self._manager.serial_at(seq, num_tokens)
         rolling = seq.rolling
         seq.rolling = None
-        if rolling is not None and serial and rolling[1] == num_tokens:
-            snapshots.keep(serial, rolling[0])
-        elif rolling is not None:
-            snapshots.release(rolling[0])
-        if serial and request.num_computed_tokens == num_tokens and self._is_up_to_date(request):
-            slot = snapshots.new(serial)
-            if slot is not None:
-                self._moves.append((request.seat, self._num_seats + slot))
+        newest = 0
+        if self._is_up_to_date(request):
+            newest = self._manager.serial_at(seq, request.num_computed_tokens)
+        if rolling is not None:
+            serial = 0 if newest else self._manager.find_serial(seq, rolling[1])
+            if serial:
+                snapshots.keep(serial, rolling[0])
+            else:
+                snapshots.release(rolling[0])
+        slot = snapshots.new(newest) if newest else None
+        if slot is not None:
+            self._moves.append((request.seat, self._num_seats + slot))
+
+    def _is_worth_it(self, request: Request, num_blocks: int) -> bool:
+        """Return whether a request may well end before it begins the next block.
+
+        Copying a state takes as long as a step with it. Where nothing but its length ends a request, its last
+        block is known, and the others only matter if it is aborted or preempted: a few of them do.
+        """
+        if request.stop_ids or request.inputs.params.stop or request.sampling.grammar is not None:
+            return True
+        last = (request.inputs.max_total_tokens - 1) // self._manager.block_size
+        return num_blocks == last or num_blocks % SELDOM == 0
 
     @staticmethod
     def _is_up_to_date(request: Request) -> bool:

@@ -21,8 +21,9 @@ def new_scheduler(num_kept=8, num_seats=4, interval=25, num_blocks=64, budget=32
     return Scheduler(manager, **options), snapshots
 
 
-def new_request(prompt, num_outputs=1):
-    return Request(RequestInputs(prompt_token_ids=prompt, max_total_tokens=len(prompt) + num_outputs))
+def new_request(prompt, num_outputs=1, **inputs):
+    inputs |= {"prompt_token_ids": prompt, "max_total_tokens": len(prompt) + num_outputs}
+    return Request(RequestInputs(**inputs))
 
 
 def steps(scheduler, *requests, most=1000):
@@ -90,7 +91,7 @@ def test_what_ends_leaves_its_state(num_outputs):
     steps(scheduler, turn)
     assert turn.num_cached_tokens == num_computed // SIZE * SIZE
     scheduler, _ = new_scheduler()
-    request = new_request(prompt, 20)
+    request = new_request(prompt, 20, stop_ids=frozenset([101]))  # which may end it at any token
     steps(scheduler, request, most=num_outputs)
     assert request.num_computed_tokens == 10 + num_outputs - 2
     scheduler.preemption.preempt(request, Schedule())
