@@ -27,7 +27,9 @@ from paged.requests.request import CompletionOutput, RequestOutput
 from tests.support.checkpoints import HYBRIDS, assert_all_free, checkpoint, new_engine
 
 NUM_CASES = 200
-GREEDY = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, ignore_eos=True)
+# Which token may end an answer, so that each block of it may be the last one.
+STOPS: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [7]}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, **STOPS)
 Bits = tuple[list[int], list[dict[int, float]]]
 
 
@@ -169,7 +171,7 @@ class Case:
         self.engine = self.new_engine()
         self.engine.load_prefix(path)
         tokens = [*so_far.outputs[0].token_ids]
-        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=20, **STOPS)
         self.engine.add_request("moved", prompt, params, generated_token_ids=tokens)
         (output,) = self.finished()
         assert [*output.outputs[0].token_ids] == alone(self.name, tuple(prompt))[0]
