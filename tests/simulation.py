@@ -168,8 +168,8 @@ class WatchedScheduler(Scheduler):
         return super().schedule()
 
     def has_lost_blocks(self, request: Request) -> bool:
-        """Return whether a waiting request finds fewer cached tokens than it was to begin with, or waits for a
-        snapshot that this step leaves behind.
+        """Return whether a waiting request finds fewer cached tokens than it was to begin with, or waits for
+        a snapshot that this step leaves behind.
         """
         if request.blocks.is_due:
             return True

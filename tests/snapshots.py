@@ -3,11 +3,11 @@
     python -m tests.snapshots                     # 200 cases; CI runs a few
     python -m tests.snapshots --cases 2000 --first 500
 
-A case is a seed. It draws a model, sizes of chunks and blocks, numbers of snapshots, how requests are preempted,
-and prompts that share beginnings with each other and with earlier answers. They run in rounds: some together,
-some as several samples, some forked, some moved to another engine by a saved prefix in the middle of their
-answers. Every state that was not written is NaN. Tokens and log-probabilities of each are compared with those of
-an engine without a prefix cache, which computes it alone.
+A case is a seed. It draws a model, sizes of chunks and blocks, numbers of snapshots, how requests are
+preempted, and prompts that share beginnings with each other and with earlier answers. They run in rounds:
+some together, some as several samples, some forked, some moved to another engine by a saved prefix in the
+middle of their answers. Every state that was not written is NaN. Tokens and log-probabilities of each are
+compared with those of an engine without a prefix cache, which computes it alone.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Case:
             self.counts["forks"] += output.request_id == child
 
     def move(self) -> None:
-        """Move a request to another engine in the middle of its answer, with its blocks and states in a file."""
+        """Move a request to another engine in its answer, with its blocks and states in a file."""
         prompt = self.prompt()
         self.engine.add_request("moved", prompt, GREEDY)
         for _ in range(self.rng.randint(1, 24)):

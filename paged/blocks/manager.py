@@ -270,7 +270,7 @@ class BlockManager:
         return self.pool.serial(blocks[-1]) if len(blocks) * self.block_size == num_tokens > 0 else 0
 
     def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return how many tokens a chunk of a prompt has at most, so that it ends where a snapshot is taken."""
+        """Return the most tokens of a prompt's next chunk, so that it ends where a snapshot is taken."""
         if self.snapshots is None:
             return NEVER
         return self.snapshots.place_after(seq, num_computed) - num_computed

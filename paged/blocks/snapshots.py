@@ -1,4 +1,4 @@
-"""Snapshots: which states of sequences are kept behind which cached blocks. Only models with states load it."""
+"""Snapshots: which states of sequences are kept behind which cached blocks, for models with states."""
 
 from __future__ import annotations
 

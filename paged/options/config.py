@@ -82,9 +82,9 @@ class EngineConfig:
     enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so.
     state_snapshots: for models whose layers keep states: the most states that are kept for prompts with the
         same beginning; 0 caches no prefix. None takes as many as an eighth of the memory for blocks holds.
-    state_interval: for these models: the number of tokens of a prompt after which it leaves a state each time,
-        rounded up to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a
-        step, and than K and V that take the memory of a state.
+    state_interval: for these models: a prompt leaves a state at each multiple of so many tokens, rounded up
+        to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a step, and
+        no fewer than have K and V as large as a state.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
         the tenant with the least service; or a `scheduler.policies.Policy`, for this engine alone.

@@ -56,7 +56,8 @@ def num_blocks_that_fit(
 
     run_step: runs one step; on a GPU, where the memory that a step takes is measured. Returns the bytes that
         will be taken beside that.
-    with_snapshots: returns the sizes with snapshots of states, of how many bytes are left for these and blocks.
+    with_snapshots: returns the sizes with snapshots of states, given the bytes that are left for these and
+        for blocks.
 
     Raises ResourceError if no token fits.
     """

@@ -150,7 +150,7 @@ class PartRunner:
             self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)
 
     def _with_snapshots(self, room: int | None) -> Sizes:
-        """Decide how many snapshots of states there are, and return the sizes with them; see `snapshots_in`."""
+        """Decide how many snapshots of states there are; see `snapshots_in`. Return the sizes with them."""
         from .states import with_snapshots
 
         least = None if self._peers is None else self._peers.least_snapshots
@@ -216,7 +216,7 @@ class PartRunner:
             self.kv_cache.all_tensors[name][:, block] = content
 
     def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of snapshots on the host, by the names of `StateCache`; nothing if there are none here.
+        """Return a copy of snapshots on the host, by the names of `StateCache`; {} if no layer has states.
 
         slots: counted from the first one behind the seats.
         """

@@ -321,8 +321,8 @@ class Sizes:
     ) -> BlockManager:
         """Make a block manager for this model.
 
-        keeps_prefixes: whether it has a prefix cache, if the options say so. Where sequences have states, it has
-            one once it is known how many snapshots there are.
+        keeps_prefixes: whether it has a prefix cache, if the options say so. Where sequences have states, it
+            has one once it is known how many snapshots there are.
         """
         snapshots = None
         caches = self.enable_prefix_caching and keeps_prefixes

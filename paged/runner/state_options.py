@@ -8,7 +8,7 @@ from ..options.config import EngineConfig
 
 
 def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
-    """Raise ConfigError for an option that a model with states does not support, or that is for such models."""
+    """Raise ConfigError for options that a model with states does not support, or that others do not."""
     architecture = model.architecture
     if not model.states:
         name = "state_interval" if config.state_snapshots is None else "state_snapshots"

@@ -85,8 +85,9 @@ def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] |
 def interval_of(sizes: Sizes) -> int:
     """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
 
-    By default where computing the tokens between takes longer than GAP_S by the rough estimate of `swap_pays`,
-    but not before their K and V take as much memory as a state does, nor within a step of the largest size.
+    By default where computing the tokens between takes longer than GAP_S by the rough estimate of
+    `swap_pays`, but not before their K and V take as much memory as a state does, nor within a step of the
+    largest size.
     """
     size = sizes.block_size
     found = sizes.config.state_interval
@@ -110,8 +111,8 @@ def new_states(sizes: Sizes, device: torch.device) -> StateCache:
     except RuntimeError as error:  # torch has no narrower one for a CPU
         raise ResourceError(
             f"no memory for the states of max_num_seqs {sizes.config.num_seats} sequences and "
-            f"{sizes.num_snapshots} snapshots: {sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on "
-            f"{device}; lower max_num_seqs or state_snapshots"
+            f"{sizes.num_snapshots} snapshots: {sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated "
+            f"on {device}; lower max_num_seqs or state_snapshots"
         ) from error
 
 
@@ -130,6 +131,6 @@ def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
     return ResourceError(
         f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "
         f"max_num_seqs {sizes.config.num_seats} sequences take {of_seats / 2**20:,.0f} MiB "
-        f"({of_seats / sizes.config.num_seats / 2**20:,.2f} each){snapshots}, and a block in each layer group "
-        f"{least / 2**20:,.2f} MiB; {ways}"
+        f"({of_seats / sizes.config.num_seats / 2**20:,.2f} each){snapshots}, and a block in each layer "
+        f"group {least / 2**20:,.2f} MiB; {ways}"
     )

@@ -673,7 +673,7 @@ class Scheduler:
         return 0
 
     def take_state_moves(self) -> Schedule | None:
-        """Return a step that computes nothing and moves the states that the next one would; None: it moves none."""
+        """Return a step that computes nothing and moves the states that wait for one; None if none do."""
         schedule = Schedule(scheduled_time=self.clock())
         if self._running.states is not None:
             self._running.states.take(schedule)

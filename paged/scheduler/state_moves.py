@@ -52,7 +52,7 @@ class StateMoves:
     # Snapshots
 
     def leave(self, request: Request, end: int) -> None:
-        """Leave a snapshot where a chunk of a prompt ends, if it is to be there. Its blocks are registered."""
+        """Leave a snapshot where a prompt's chunk ends, if it is to be there. Its blocks are registered."""
         seq = request.blocks
         if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
             return

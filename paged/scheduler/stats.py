@@ -34,8 +34,8 @@ class EngineStats:
 
     num_prompt_tokens: the prompt tokens of the requests that ran so far, including num_cached_tokens.
     num_queried_tokens: the same, or 0 if there is no prefix cache.
-    num_cut_tokens: prompt tokens whose blocks were cached but which were computed, as no snapshot of states was
-        behind them. num_snapshots, max_snapshots: those that there are, and that may be.
+    num_cut_tokens: prompt tokens whose blocks were cached but which were computed, as no snapshot of states
+        was behind them. num_snapshots, max_snapshots: those that there are, and that may be.
     num_prefill_tokens, num_decode_tokens: computed so far; tokens recomputed after a preemption count again.
     num_generated_tokens: drawn so far.
     step_seconds, step_tokens: histograms over all steps, with the bounds SECONDS_OF_STEP and TOKENS_OF_STEP.

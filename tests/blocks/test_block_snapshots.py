@@ -27,7 +27,7 @@ def new_request(prompt, num_outputs=1, **inputs):
 
 
 def steps(scheduler, *requests, most=1000):
-    """Add requests and run them; return for each step the tokens that each request computes, and the moves."""
+    """Run requests. Return for each step the tokens that each of them computes, and the moves of states."""
     for request in requests:
         scheduler.add(request)
     found = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UsageError
+from paged import CheckpointError, ConfigError, RequestError, UsageError
 from paged.engine import prefixes
 from paged.runner.states import LEAST_SNAPSHOTS, interval_of, with_snapshots
 from tests.snapshots import GREEDY, alone, bits, run_case
@@ -27,7 +27,7 @@ def answers(engine, *prompts):
 
 
 def test_drawn_cases_give_the_bits_of_prompts_alone():
-    """The first of `python -m tests.snapshots`: what they reach is counted, so that they do not become empty."""
+    """The first of `python -m tests.snapshots`; what they reach is counted."""
     total = Counter()
     for seed in range(14):
         total += run_case(seed, 4)
@@ -112,9 +112,9 @@ def test_saved_prefixes_have_states(tmp_path):
         tensor.fill_(float("nan"))
     assert other.load_prefix(path) == num_blocks
     assert other.stats().num_snapshots == 4
-    found, cached = answers(other, first + [1], OTHER)
+    found, cached = answers(other, [*first, 1], OTHER)
     assert cached == [96, 32]
-    assert found == [alone("qwen3_5", tuple(prompt)) for prompt in (first + [1], OTHER)]
+    assert found == [alone("qwen3_5", tuple(prompt)) for prompt in ([*first, 1], OTHER)]
     again = new_engine(checkpoint("qwen3_5"))
     engine.save_prefix(tmp_path / "one", OTHER)
     again.load_prefix(tmp_path / "one")

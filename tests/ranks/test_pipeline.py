@@ -246,7 +246,7 @@ def test_a_saved_prefix_loads_at_any_size(tmp_path):
 def test_snapshots_of_states_are_those_of_one_process(model, num_stages, num_shards, tmp_path):
     """Ranks keep them alike, and files have the states of the whole model."""
     options = {"block_size": 8, "max_num_seqs": 4, "state_snapshots": 16}
-    later = [LONG[:30] + [5, i] for i in range(3)]
+    later = [[*LONG[:30], 5, i] for i in range(3)]
     plain = new_engine(model, enable_prefix_caching=False)
     expected = generated(plain, [LONG, *later], greedy(9))
     saving = new_engine(model, **options)
