@@ -140,7 +140,7 @@ class WatchedManager(BlockManager):
 
 # Without the number of steps, which alone changes nothing.
 state_of = operator.itemgetter(
-    *sorted(vars(BlockPool(1)).keys() - {"_steps_begun", "_steps_ended", "snapshots"})
+    *sorted(vars(BlockPool(1)).keys() - {"_steps_begun", "_steps_ended", "on_drop"})
 )
 
 

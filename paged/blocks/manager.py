@@ -63,7 +63,8 @@ class BlockManager:
         self._free_host_states = [*range((num_host_states or 0) - 1, -1, -1)]
         self._num_host_states = num_host_states or 0
         self.snapshots = snapshots
-        self.pool.snapshots = snapshots
+        if snapshots is not None:
+            self.pool.on_drop = snapshots.drop
         assert snapshots is not None or not (self.has_states and enable_prefix_caching), "hits need states"
         self._hash_block = hash_block
         # The tokens of one step and the window before them, wherever block boundaries lie.
@@ -175,13 +176,8 @@ class BlockManager:
         most = (len(token_ids) - 1) // self.block_size
         seq.chain.extend(token_ids, most, self.block_size)
         hits = self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
-        if self.snapshots is None:
-            return hits
-        now, later = self.snapshots.longest(map(self.pool.serial, hits[0]))
-        seq.is_due = later > now
-        seq.num_matched = len(hits[0]) * self.block_size
         seq.last_place = most * self.block_size
-        return [blocks[:now] for blocks in hits]
+        return hits if self.snapshots is None else self._cut(hits, seq)
 
     def start(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> int:
         """Start a sequence with cached blocks from `match`. Return how many tokens they hold."""
@@ -254,26 +250,6 @@ class BlockManager:
                 seq.last[group] = (known, pool.serial(known))
             seq.num_registered = index + 1
         seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
-
-    def serial_at(self, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return the serial, in the first group, of the last registered block of a sequence, if this many
-        tokens end with it and it is still cached; else 0.
-        """
-        is_there = 0 < num_tokens == seq.num_registered * self.block_size
-        return seq.last[0][1] if is_there and self.pool.is_known(seq.last[0]) else 0
-
-    def find_serial(self, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return what `serial_at` does, of any registered block."""
-        if (serial := self.serial_at(seq, num_tokens)) or seq.chain is None:
-            return serial
-        blocks = self.pool.match(seq.chain, num_tokens // self.block_size)
-        return self.pool.serial(blocks[-1]) if len(blocks) * self.block_size == num_tokens > 0 else 0
-
-    def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return the most tokens of a prompt's next chunk, so that it ends where a snapshot is taken."""
-        if self.snapshots is None:
-            return NEVER
-        return self.snapshots.place_after(seq, num_computed) - num_computed
 
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
         """Return a second sequence that shares all blocks. The first write into the last block copies it."""
@@ -429,10 +405,7 @@ class BlockManager:
         num_blocks = len(token_ids) // self.block_size
         chain.extend(token_ids, num_blocks, self.block_size)
         hits = self._match(chain, num_blocks)
-        if self.snapshots is None:
-            return hits
-        now, _ = self.snapshots.longest(map(self.pool.serial, hits[0]))
-        return [blocks[:now] for blocks in hits]
+        return hits if self.snapshots is None else self._cut(hits, SequenceBlocks(0, None))
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"") -> int:
         """Hold the cached blocks of a prefix under a name. Return how many tokens they hold."""
@@ -480,6 +453,14 @@ class BlockManager:
         hits = [self.pool.match(chain, most, group) for group in range(len(self.windows))]
         shortest = min(map(len, hits))
         return [blocks[:shortest] for blocks in hits]
+
+    def _cut(self, hits: list[list[BlockId]], seq: SequenceBlocks) -> list[list[BlockId]]:
+        """Return the hits up to the last snapshot, and note in a sequence how many there were."""
+        assert self.snapshots is not None, "no hit begins with a state"
+        now, later = self.snapshots.longest(map(self.pool.serial, hits[0]))
+        seq.is_due = later > now
+        seq.num_matched = len(hits[0]) * self.block_size
+        return [blocks[:now] for blocks in hits]
 
     def _resume_registering(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> None:
         """Continue registration after these cached blocks."""
@@ -531,8 +512,7 @@ class BlockManager:
         self.host_pool.check()
         assert len(set(self._free_host_states)) == len(self._free_host_states) <= self._num_host_states
         if self.snapshots is not None:
-            rolling = [seq.rolling[0] for seq in self._sequences if seq.rolling is not None]
-            self.snapshots.check(self.pool.serials().__contains__, rolling)
+            self.snapshots.check(self.pool, self._sequences)
         held = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
         assert dict(self._pinned) == dict(Counter(held)), "the pinned blocks are miscounted"
         for seq in self._sequences:

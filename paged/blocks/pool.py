@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
 from .prefix_chain import PrefixChain
-
-if TYPE_CHECKING:
-    from .snapshots import Snapshots
 
 # A block holds block_size tokens of one sequence in the layers of one group; a slot is one token's place:
 # slot = block_table[pos // block_size] * block_size + pos % block_size
@@ -75,8 +71,8 @@ class BlockPool:
         self._kept: set[BlockId] = set()
         # The blocks that hold K and V of the draft model for all of their tokens.
         self.drafted: set[BlockId] = set()
-        # The states behind indexed blocks, where sequences have some.
-        self.snapshots: Snapshots | None = None
+        # Called with the serial of each block that leaves the index.
+        self.on_drop: Callable[[int], object] | None = None
 
     # Counts
 
@@ -268,10 +264,6 @@ class BlockPool:
         """Return the serial of an indexed block, which its successors record; 0 if it is not indexed."""
         return self._serials[block]
 
-    def serials(self) -> set[int]:
-        """Return the serials of all indexed blocks."""
-        return {serial for serial in self._serials if serial}
-
     def is_known(self, entry: tuple[BlockId, int]) -> bool:
         """Return whether a block is still indexed under the serial that `serial` returned for it.
 
@@ -342,8 +334,8 @@ class BlockPool:
 
     def _drop_from_index(self, block: BlockId) -> None:
         del self._index[self._digests[block]]
-        if self.snapshots is not None:
-            self.snapshots.drop(self._serials[block])
+        if self.on_drop is not None:
+            self.on_drop(self._serials[block])
         self._serials[block] = 0
         self._namespaces.pop(block, None)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
+from .pool import BlockPool
 from .sequence import NEVER, SequenceBlocks
 
 Slot = int  # a place of a state in all layers; those of snapshots follow those of seats
@@ -55,6 +56,24 @@ class Snapshots:
             return NEVER
         place = min(last, num_computed - num_computed % self.interval + self.interval)
         return min(place, seq.num_matched) if seq.num_matched > num_computed else place
+
+    def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
+        """Return the most tokens of a prompt's next chunk, so that it ends where a snapshot is taken."""
+        return self.place_after(seq, num_computed) - num_computed
+
+    def serial_at(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
+        """Return the serial, in the first group, of the last registered block of a sequence, if this many
+        tokens end with it and it is still cached; else 0.
+        """
+        is_there = 0 < num_tokens == seq.num_registered * self._block_size
+        return seq.last[0][1] if is_there and pool.is_known(seq.last[0]) else 0
+
+    def find_serial(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
+        """Return what `serial_at` does, of any registered block."""
+        if (serial := self.serial_at(pool, seq, num_tokens)) or seq.chain is None:
+            return serial
+        blocks = pool.match(seq.chain, num_tokens // self._block_size)
+        return pool.serial(blocks[-1]) if len(blocks) * self._block_size == num_tokens > 0 else 0
 
     def longest(self, serials: Iterable[int]) -> tuple[int, int]:
         """Return behind how many of a prefix's blocks there is a snapshot, at most: now, and after the step
@@ -173,14 +192,16 @@ class Snapshots:
         self.drop(oldest)
         return True
 
-    def check(self, is_indexed: Callable[[int], bool], rolling: list[Slot]) -> None:
+    def check(self, pool: BlockPool, sequences: Iterable[SequenceBlocks]) -> None:
         """Assert that every slot is free, or has one state, and that each snapshot is behind a cached block.
 
-        is_indexed: whether a block has this serial. rolling: the slots of rolling states.
+        sequences: those that may have a rolling state.
         """
+        rolling = [seq.rolling[0] for seq in sequences if seq.rolling is not None]
         held = [*self._slots.values(), *rolling, *self._parked, *self._free]
         assert sorted(held) == [*range(self.num_slots)], "a slot is lost, or has two states"
         assert len(self._slots) <= self.num_kept, "more snapshots than there may be"
         assert self._unwritten <= {*self._slots.values(), *self._parked}, "an unwritten state is lost"
-        assert all(map(is_indexed, self._slots)), "a snapshot has outlived its block"
+        indexed = {pool.serial(block) for block, _ in pool.known_blocks()}
+        assert self._slots.keys() <= indexed, "a snapshot has outlived its block"
         assert self._pins.keys() <= self._slots.keys(), "a pinned snapshot is gone"

@@ -199,12 +199,6 @@ class EngineCore:
         if self.dead is not None and isinstance(error, Exception):
             raise self.dead from self.dead.__cause__
 
-    def move_states(self) -> None:
-        """Move the states that wait for the next step, so that snapshots may be read and written."""
-        schedule = self.scheduler.take_state_moves()
-        if schedule is not None:
-            self.runner.execute(schedule)
-
     def check(self) -> None:
         """Notice processes of the model that have ended while no step ran. Raises EngineDeadError."""
         if self.dead is None:

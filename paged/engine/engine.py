@@ -736,7 +736,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         from . import prefixes
 
-        self.core.move_states()
+        prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -750,7 +750,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         self._require_prefix_cache()
         from . import prefixes
 
-        self.core.move_states()
+        prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property

@@ -26,11 +26,12 @@ from ..architectures.gguf_paths import gguf_files
 from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError, RequestError, UsageError
 from ..blocks.manager import BlockManager
-from ..blocks.pool import BlockId, BlockPool
+from ..blocks.pool import BlockId
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..model.cache.kv_cache import DRAFT
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Prompt
+from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ..runner.executor import Executor
 
 FORMAT = "paged-prefix-2"
-STATES = "states_"  # begins the names of tensors of snapshots
+_STATES = "states_"  # begins the names of tensors of snapshots
 Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
 
 
@@ -93,6 +94,16 @@ def _pin_name(prompt: ParsedPrompt) -> str:
 
 
 # Files
+
+
+def move_states(core: EngineCore) -> None:
+    """Make the moves of states that wait for the next step, so that snapshots may be read and written."""
+    if core.scheduler.states is None:
+        return
+    schedule = Schedule(scheduled_time=core.scheduler.clock())
+    core.scheduler.states.take(schedule)
+    if schedule.state_moves:
+        core.runner.execute(schedule)
 
 
 def fingerprint(
@@ -149,7 +160,7 @@ def save(
         kept_states = [(index[serial], slot) for serial, slot in manager.snapshots.items() if serial in index]
         tensors["snapshots"] = torch.tensor([place for place, _ in kept_states], dtype=torch.int64)
         states = executor.read_states([slot for _, slot in kept_states])
-        tensors |= {STATES + name: tensor.contiguous() for name, tensor in states.items()}
+        tensors |= {_STATES + name: tensor.contiguous() for name, tensor in states.items()}
     if of_draft := [name for name in tensors if name.startswith(DRAFT)]:
         drafted = torch.tensor([block in pool.drafted for block in blocks])
         for name in of_draft:
@@ -206,7 +217,7 @@ def load(
     snapshots = None
     if manager.snapshots is not None:
         snapshots = _snapshots(path, tensors, executor.read_states([]), tensors["groups"].tolist())
-    return _put(entries, saved, drafted, snapshots, manager.pool, executor)
+    return _put(entries, saved, drafted, snapshots, manager, executor)
 
 
 def _put(
@@ -214,7 +225,7 @@ def _put(
     saved: dict[str, Tensor],
     drafted: list[bool],
     snapshots: SavedSnapshots | None,
-    pool: BlockPool,
+    manager: BlockManager,
     executor: Executor,
 ) -> int:
     """Copy entries that are not cached yet into free blocks, until none is free. Return how many.
@@ -222,6 +233,7 @@ def _put(
     drafted: which have K and V of the draft model; none if those are not loaded.
     snapshots: the states behind them; None if layers keep none.
     """
+    pool = manager.pool
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []
@@ -249,23 +261,23 @@ def _put(
             if known[-1] != allocated[0]:
                 pool.free([loaded.pop()])  # it is cached already
         if snapshots is not None:
-            _put_snapshots(snapshots, known, pool, executor)
+            _put_snapshots(snapshots, known, manager, executor)
     finally:
         pool.free(reversed(loaded))
     return len(loaded)
 
 
 def _put_snapshots(
-    saved: SavedSnapshots, known: list[BlockId | None], pool: BlockPool, executor: Executor
+    saved: SavedSnapshots, known: list[BlockId | None], manager: BlockManager, executor: Executor
 ) -> None:
     """Copy snapshots behind cached blocks into slots that are not used, the most recently used ones.
 
     known: the cached block of each entry; None: it is not loaded.
     """
-    snapshots = pool.snapshots
+    snapshots = manager.snapshots
     assert snapshots is not None, "the engine has snapshots"
     blocks = [known[place] for place in saved.places]
-    serials = [0 if block is None else pool.serial(block) for block in blocks]
+    serials = [0 if block is None else manager.pool.serial(block) for block in blocks]
     wanted = [i for i, serial in enumerate(serials) if serial and not snapshots.has(serial)]
     for i in wanted[max(0, len(wanted) - snapshots.num_spare) :]:
         slot = snapshots.take()
@@ -341,7 +353,7 @@ def _snapshots(
 ) -> SavedSnapshots:
     """Return the checked snapshots in a file. formats: the tensors of none. groups: of the entries."""
     places = tensors.get("snapshots", torch.empty(0))
-    saved = {name: tensors.get(STATES + name, torch.empty(0)) for name in formats}
+    saved = {name: tensors.get(_STATES + name, torch.empty(0)) for name in formats}
     is_sound = places.dtype == torch.int64 and places.dim() == 1
     if not (
         is_sound

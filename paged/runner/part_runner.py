@@ -216,24 +216,18 @@ class PartRunner:
             self.kv_cache.all_tensors[name][:, block] = content
 
     def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of snapshots on the host, by the names of `StateCache`; {} if no layer has states.
+        """Return a copy of snapshots; see `states.read_states`. {} if no layer here has states."""
+        from .states import read_states
 
-        slots: counted from the first one behind the seats.
-        """
         states = self.kv_cache.states
-        if states is None:
-            return {}
-        first = self.sizes.config.num_seats
-        own = [first + slot for slot in slots]
-        return {name: tensor[:, own].cpu() for name, tensor in states.tensors.items()}
+        return {} if states is None else read_states(states, self.sizes, slots)
 
     def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
         """Write into the slot of a snapshot what `read_states` has returned of one."""
-        states = self.kv_cache.states
-        if states is None:
-            return
-        for name, content in contents.items():
-            states.tensors[name][:, self.sizes.config.num_seats + slot] = content
+        from .states import write_state
+
+        if self.kv_cache.states is not None:
+            write_state(self.kv_cache.states, self.sizes, slot, contents)
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

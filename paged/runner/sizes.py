@@ -21,6 +21,7 @@ from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from ..blocks.snapshots import Snapshots
     from ..drafting.drafter import Drafter
     from ..requests.request import Request
 
@@ -207,13 +208,6 @@ class Sizes:
         return self.config.state_snapshots or 0
 
     @property
-    def state_interval(self) -> int:
-        """The tokens after which a prompt leaves a snapshot each time, in whole blocks."""
-        from .states import interval_of
-
-        return interval_of(self)
-
-    @property
     def enable_prefix_caching(self) -> bool:
         """Whether blocks are reused for prompts with the same beginning."""
         if self.config.state_snapshots == 0:
@@ -328,12 +322,7 @@ class Sizes:
         caches = self.enable_prefix_caching and keeps_prefixes
         if self.model.states:
             caches = caches and self.num_snapshots > 0
-            if caches:
-                from ..blocks.snapshots import Snapshots
-
-                snapshots = Snapshots(
-                    self.num_snapshots, self.config.num_seats, self.block_size, self.state_interval
-                )
+            snapshots = self._new_snapshots() if caches else None
         return BlockManager(
             num_blocks,
             self.block_size,
@@ -344,6 +333,16 @@ class Sizes:
             snapshots=snapshots,
             num_host_states=self.num_host_states if self.model.states else None,
         )
+
+    def _new_snapshots(self) -> Snapshots:
+        from ..blocks.snapshots import Snapshots
+        from .state_options import interval_of
+
+        size = self.block_size
+        rate = HOST_RATES[self.device].flops_per_s / (2 * self.model.num_active_layer_params)
+        alike = self.state_bytes / max(1.0, self.kv_bytes_per_token)
+        interval = interval_of(self.config.state_interval, size, self.max_step_tokens, rate, alike)
+        return Snapshots(self.num_snapshots, self.config.num_seats, size, interval)
 
     def _new_policy(self, manager: BlockManager) -> Policy:
         """Return the policy of the options, whose weights and name were checked."""

@@ -6,6 +6,9 @@ from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 
+# A gap between snapshots that takes as long as this to compute is worth one more.
+GAP_S = 0.2
+
 
 def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
     """Raise ConfigError for options that a model with states does not support, or that others do not."""
@@ -44,3 +47,17 @@ def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -
             f"the draft model is a {architecture}, whose layers keep states, which cannot forget a wrong "
             "guess; take a model without states, or {'method': 'ngram'}"
         )
+
+
+def interval_of(given: int | None, block_size: int, step: int, tokens_per_s: float, size: float) -> int:
+    """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
+
+    By default where computing the tokens between takes longer than GAP_S, but not before their K and V take
+    as much memory as a state does, nor within a step of the largest size.
+
+    step: the most tokens of a request in a step. tokens_per_s: a rough estimate, as that of `swap_pays`.
+    size: of how many tokens K and V take the memory of a state.
+    """
+    # In whole steps, so that prompts are not computed in more of them for this.
+    found = given or -(-int(max(GAP_S * tokens_per_s, size, 1)) // step) * step
+    return -(-found // block_size) * block_size

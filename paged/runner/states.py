@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..base.errors import ResourceError
 from ..model.cache.states import StateCache
 from ..model.part import ModelPart
-from .sizes import HOST_RATES, Sizes
+from .sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
 # By default snapshots take one part in so many of the memory for blocks, but there are some in any case.
 SNAPSHOT_SHARE = 8
 LEAST_SNAPSHOTS = 4
-# A gap between snapshots that takes as long as this to compute is worth one more.
-GAP_S = 0.2
 
 
 def seats_in(sizes: Sizes, room: int) -> Sizes:
@@ -82,23 +81,19 @@ def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] |
     return replace(sizes, config=replace(sizes.config, state_snapshots=found))
 
 
-def interval_of(sizes: Sizes) -> int:
-    """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
+def read_states(states: StateCache, sizes: Sizes, slots: Sequence[int]) -> dict[str, Tensor]:
+    """Return a copy of snapshots on the host, by the names of the cache's tensors.
 
-    By default where computing the tokens between takes longer than GAP_S by the rough estimate of
-    `swap_pays`, but not before their K and V take as much memory as a state does, nor within a step of the
-    largest size.
+    slots: counted from the first one behind the seats.
     """
-    size = sizes.block_size
-    found = sizes.config.state_interval
-    if found is None:
-        flops = 2 * sizes.model.num_active_layer_params
-        of_time = int(GAP_S * HOST_RATES[sizes.device].flops_per_s / flops)
-        of_memory = int(sizes.state_bytes / max(1.0, sizes.kv_bytes_per_token))
-        step = sizes.max_step_tokens
-        # In whole steps, so that prompts are not computed in more of them for this.
-        found = -(-max(of_time, of_memory, 1) // step) * step
-    return -(-found // size) * size
+    own = [sizes.config.num_seats + slot for slot in slots]
+    return {name: tensor[:, own].cpu() for name, tensor in states.tensors.items()}
+
+
+def write_state(states: StateCache, sizes: Sizes, slot: int, contents: Mapping[str, Tensor]) -> None:
+    """Write into the slot of a snapshot what `read_states` has returned of one."""
+    for name, content in contents.items():
+        states.tensors[name][:, sizes.config.num_seats + slot] = content
 
 
 def new_states(sizes: Sizes, device: torch.device) -> StateCache:

@@ -213,9 +213,10 @@ class RunningSet:
 
     def most_new(self, request: Request) -> int:
         """Return how many tokens the next chunk of a running request has at most."""
-        if self.states is None:
+        snapshots = self._manager.snapshots
+        if snapshots is None:
             return self.max_chunk
-        return min(self.max_chunk, self._manager.most_new(request.blocks, request.num_computed_tokens))
+        return min(self.max_chunk, snapshots.most_new(request.blocks, request.num_computed_tokens))
 
     def claim(self, request: Request) -> Room:
         """Return what a running request takes of the next step, and the blocks that are reserved for it."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
+    from .state_moves import StateMoves
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -120,6 +121,11 @@ class Scheduler:
     def running(self) -> list[Request]:
         """The running requests by rank."""
         return self._running.requests
+
+    @property
+    def states(self) -> StateMoves | None:
+        """Where states go; None if requests have none."""
+        return self._running.states
 
     @property
     def num_waiting(self) -> int:
@@ -671,13 +677,6 @@ class Scheduler:
             return num_tokens
         manager.unpin(name)
         return 0
-
-    def take_state_moves(self) -> Schedule | None:
-        """Return a step that computes nothing and moves the states that wait for one; None if none do."""
-        schedule = Schedule(scheduled_time=self.clock())
-        if self._running.states is not None:
-            self._running.states.take(schedule)
-        return schedule if schedule.state_moves else None
 
     def check(self) -> None:
         """Check the invariants of the scheduler and its block manager."""

@@ -20,6 +20,7 @@ class StateMoves:
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
         self._manager = block_manager
+        self._pool = block_manager.pool
         self._snapshots = block_manager.snapshots
         self._num_seats = num_seats
         self._num_slots = num_seats + (0 if self._snapshots is None else self._snapshots.num_slots)
@@ -46,7 +47,8 @@ class StateMoves:
             slot = self._manager.take_host_state(seq)
             self._moves.append((self._num_slots + slot, request.seat))
         elif request.num_computed_tokens and self._snapshots is not None:
-            slot = self._snapshots.find(self._manager.serial_at(seq, request.num_computed_tokens))
+            snapshots = self._snapshots
+            slot = snapshots.find(snapshots.serial_at(self._pool, seq, request.num_computed_tokens))
             self._moves.append((self._num_seats + slot, request.seat))
 
     # Snapshots
@@ -56,7 +58,7 @@ class StateMoves:
         seq = request.blocks
         if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
             return
-        serial = self._manager.serial_at(seq, end)
+        serial = self._snapshots.serial_at(self._pool, seq, end)
         slot = self._snapshots.new(serial, after_step=True) if serial else None
         if slot is not None:
             self._later.append((request.seat, self._num_seats + slot))
@@ -70,7 +72,9 @@ class StateMoves:
             return
         if not self._is_worth_it(request, num_tokens // self._manager.block_size):
             return
-        if not self._is_up_to_date(request) or snapshots.has(self._manager.serial_at(seq, num_tokens)):
+        if not self._is_up_to_date(request) or snapshots.has(
+            snapshots.serial_at(self._pool, seq, num_tokens)
+        ):
             return
         slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
         if slot is not None:
@@ -90,9 +94,9 @@ class StateMoves:
         seq.rolling = None
         newest = 0
         if self._is_up_to_date(request):
-            newest = self._manager.serial_at(seq, request.num_computed_tokens)
+            newest = snapshots.serial_at(self._pool, seq, request.num_computed_tokens)
         if rolling is not None:
-            serial = 0 if newest else self._manager.find_serial(seq, rolling[1])
+            serial = 0 if newest else snapshots.find_serial(self._pool, seq, rolling[1])
             if serial:
                 snapshots.keep(serial, rolling[0])
             else:

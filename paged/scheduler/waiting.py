@@ -254,7 +254,7 @@ class WaitingQueue:
         num_blocks = manager.blocks_to_start(hits or (), num_tokens_ahead(request))
         num_blocks += len(request.siblings) * len(manager.windows) + self._watermark_blocks
         num_seats = 1 + len(request.siblings)
-        most_new = manager.most_new(seq, computed)
+        most_new = NEVER if manager.snapshots is None else manager.snapshots.most_new(seq, computed)
         return Need(hits, computed, request.num_tokens - computed, num_seats, num_blocks, most_new)
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from paged import CheckpointError, ConfigError, RequestError, UsageError
 from paged.engine import prefixes
-from paged.runner.states import LEAST_SNAPSHOTS, interval_of, with_snapshots
+from paged.runner.states import LEAST_SNAPSHOTS, with_snapshots
 from tests.snapshots import GREEDY, alone, bits, run_case
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts
 
@@ -211,9 +211,9 @@ def test_snapshots_have_an_eighth_of_the_memory_for_blocks():
 
 def test_the_interval_is_where_a_gap_costs_more_than_a_snapshot():
     sizes = new_engine(checkpoint("qwen3_5")).runner.sizes
-    interval = interval_of(sizes)
+    interval = sizes.new_block_manager(9).snapshots.interval
     assert interval % sizes.max_step_tokens == 0
     flops = 2 * sizes.model.num_active_layer_params * interval
     assert flops / 100e9 >= 0.2
     assert interval * sizes.kv_bytes_per_token >= sizes.state_bytes
-    assert interval_of(replace(sizes, device="cuda")) > interval
+    assert replace(sizes, device="cuda").new_block_manager(9).snapshots.interval > interval

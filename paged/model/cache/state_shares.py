@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...architectures.config import ModelConfig
-from ..layers.states import own_columns
 from ..part import ModelPart
+from ..state_columns import own_columns
 from .states import StateCache, states_of
 
 States = Mapping[str, Tensor]  # [num_layers, num_states, numbers] by the names of StateCache.tensors

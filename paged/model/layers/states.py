@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +14,7 @@ from ..cache.kv_cache import KVCache
 from ..cache.states import LayerStates
 from ..exchanges import gather
 from ..part import Shard
+from ..state_columns import of_heads, own_columns
 from ..weights.loading import Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
@@ -82,11 +81,11 @@ class GatedDelta(StateLayer):
         conv = StoredRows({f"{name}.conv1d": whole.columns})
         gates = StoredRows({name: whole.num_heads})
         if not shard.is_whole:
-            own = [*_own_columns(whole, shard)]
+            own = [*own_columns(whole, shard)]
             heads = shard.share(whole.num_heads)
-            values = _of_heads(heads, whole.value_dim, whole.columns)
+            values = of_heads(heads, whole.value_dim, whole.columns)
             first = whole.columns + whole.num_heads * whole.value_dim
-            others = [_of_heads(heads, 1, first + i * whole.num_heads) for i in range(2)]
+            others = [of_heads(heads, 1, first + i * whole.num_heads) for i in range(2)]
             stored = stored.take(*own, values, *others)
             conv = conv.take(*own)
             gates = gates.take(heads)
@@ -192,22 +191,3 @@ def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     columns = torch.split(rows, [spec.key_dim, spec.key_dim, own, own], dim=1)
     index = torch.cat([part.flatten() for part in (*columns, *torch.split(gates, shares, dim=1))])
     return StoredRows(parts, index)
-
-
-def own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
-    """Return the columns of a convolution that are a shard's, in its order."""
-    return [shard.share(whole.columns)] if whole.kind == "conv" else _own_columns(whole, shard)
-
-
-def _own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
-    """Yield the columns of Q, K and V that are those of a shard's heads."""
-    key_heads = shard.kv_heads(whole.num_key_heads)
-    num_keys = whole.num_key_heads * whole.key_dim
-    yield _of_heads(key_heads, whole.key_dim, 0)
-    yield _of_heads(key_heads, whole.key_dim, num_keys)
-    yield _of_heads(shard.share(whole.num_heads), whole.value_dim, 2 * num_keys)
-
-
-def _of_heads(heads: range, size: int, first: int) -> range:
-    """Return the rows of heads of a size, from those of the first one on."""
-    return range(first + heads.start * size, first + heads.stop * size)
