@@ -33,7 +33,7 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
 
     def grows_long(self, max_model_len: int) -> bool:
-        """Return whether sequences of up to this many tokens may need the long factors."""
+        """Return whether sequences of up to max_model_len tokens may need the long factors."""
         return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
 
 
@@ -41,7 +41,7 @@ NO_ROPE = RopeConfig("none", 1.0)
 
 
 class LongContext(NamedTuple):
-    """The length from which longrope rotates a request by its long factors.
+    """The length from which longrope rotates a request by its long scaling factors.
 
     A request that reaches num_tokens is recomputed with `offset` added to its positions. The offset selects
     the rows for long requests in the tables of all rotary embeddings.
@@ -53,7 +53,7 @@ class LongContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What the cache keeps of a token for one layer.
+    """The shape of a token's K and V in the cache, for one layer.
 
     value_in_key: whether V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2,
         2024).
@@ -66,7 +66,7 @@ class KVShape:
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """How many numbers a token has in K, and in V unless V lies in K."""
+        """Numbers per token in K and in V; only K's if V lies within K."""
         key = self.num_kv_heads * self.key_dim
         value = self.num_kv_heads * self.value_dim
         return (key,) if self.value_in_key else (key, value)
@@ -74,10 +74,10 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """The kind of all norms over the hidden size: RMSNorm, or LayerNorm.
+    """The norm used over the hidden size: RMSNorm or LayerNorm.
 
     unit_offset: whether the norm multiplies by 1 + weight.
-    subtracts_mean: whether it is a LayerNorm, which has a bias.
+    subtracts_mean: whether it is a LayerNorm; a LayerNorm also has a bias.
     """
 
     eps: float
@@ -89,7 +89,7 @@ class NormSpec:
 class AttentionSpec:
     """Attention of one layer.
 
-    source: the earlier layer whose K and V this layer reads; None: it has its own.
+    source: the earlier layer whose K and V this layer reads; None if this layer has its own.
     """
 
     num_heads: int
@@ -125,7 +125,7 @@ class FeedForwardSpec:
     """The feed-forward part of one layer: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     size: int  # of the inner activations
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu_squared"] = "silu"
     gated: bool = True
     bias: bool = False
     fused: bool = False  # the checkpoint stores gate and up as one tensor, mlp.gate_up_proj
@@ -135,11 +135,11 @@ class FeedForwardSpec:
         return (3 if self.gated else 2) * self.size * hidden_size
 
     def num_active_params(self, hidden_size: int) -> int:
-        """Return the number of weights that one token is multiplied by."""
+        """Return the number of weights that take part in computing one token."""
         return self.num_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:  # noqa: ARG002
-        """Return how many weights a step of num_tokens tokens reads: all of them."""
+        """Return how many weights a step with num_tokens tokens reads: all of them."""
         return self.num_params(hidden_size)
 
 
@@ -147,13 +147,18 @@ class FeedForwardSpec:
 class ExpertsSpec:
     """A mixture of experts: a token's output is the weighted sum of the outputs of a few MLPs.
 
-    Names are those of a checkpoint, below mlp. of a layer, or below experts.N of it.
+    The names of tensors are given as in a checkpoint, relative to a layer's mlp. or to its mlp.experts.N.
     """
 
     num_experts: int
     size: int  # of the inner activations of each expert
     routing: RoutingOptions
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu_squared"] = "silu"
+    gated: bool = True
+    latent_size: int | None = (
+        None  # of what experts take and give, between two projections; None: hidden_size
+    )
+    latent_bias: bool = False  # of these projections
     bias: bool = False  # of both projections of every expert
     limit: float = 7.0  # of clamped_swiglu, see `reference.clamped_swiglu`
     alpha: float = 1.702
@@ -162,7 +167,7 @@ class ExpertsSpec:
     router_scale: float | None = None  # the router has a norm of its own, whose output is multiplied by this
     correction_bias: bool = False  # the router has e_score_correction_bias, added to scores for choosing
     expert_scales: bool = False  # the router has per_expert_scale, a factor of each expert's weights
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # without a gate the last two
     # Gate and up are one tensor, gate_up_proj, whose rows alternate; projections are [in, out].
     interleaved: bool = False
     shared: FeedForwardSpec | None = None  # the MLP that every token has beside its experts
@@ -174,40 +179,38 @@ class ExpertsSpec:
         """The number of experts per token."""
         return self.routing.num_chosen
 
-    @property
-    def gated(self) -> bool:
-        """Whether each expert is an MLP with a gate: always true."""
-        return True
-
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without biases."""
         return self._beside(hidden_size) + self.num_experts * self.expert_params(hidden_size)
 
     def num_active_params(self, hidden_size: int) -> int:
-        """Return the number of weights that one token is multiplied by."""
+        """Return the number of weights that take part in computing one token."""
         return self._beside(hidden_size) + self.num_chosen * self.expert_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:
-        """Return how many weights a step of num_tokens tokens reads, if all experts are equally likely.
+        """Return the expected number of weights that a step with num_tokens tokens reads, if all experts are
+        equally likely.
 
-        An expert is read unless no token chooses it: E (1 - (1 - k / E)^t) of E are.
+        An expert is read unless no token chooses it. With t tokens that each choose k of E experts, E (1 - (1
+        - k / E)^t) experts are read.
         """
         share: float = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self._beside(hidden_size) + share * self.num_experts * self.expert_params(hidden_size)
 
     def expert_params(self, hidden_size: int) -> int:
         """Return the number of weights of one expert."""
-        return 3 * self.size * hidden_size
+        return (3 if self.gated else 2) * self.size * (self.latent_size or hidden_size)
 
     def _beside(self, hidden_size: int) -> int:
         """Return the number of weights that every token is multiplied by."""
         shared = 0 if self.shared is None else self.shared.num_params(hidden_size)
-        return shared + hidden_size * (self.num_experts + (self.shared_gate is not None))
+        latent = 2 * (self.latent_size or 0)
+        return shared + hidden_size * (self.num_experts + (self.shared_gate is not None) + latent)
 
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises: the checkpoint's names of its norms, None for a norm that it lacks."""
+    """The checkpoint's names of the norms in a layer; None for a norm that the layer lacks."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output of attention, before it is added to the residual
@@ -217,7 +220,9 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. It has attention, or a state.
+    """One decoder layer. It has attention, or a state, or both: then they read the same and are both added.
+
+    A layer may have no feed-forward part, or nothing else, as in Nemotron-H. Then it has one norm, before it.
 
     parallel: whether attention and the feed-forward part read the same residual and are both added to it.
     scaled: whether the checkpoint has a scalar that multiplies the layer's output.
@@ -225,7 +230,7 @@ class LayerSpec:
 
     attention: AttentionSpec | None = None
     state: StateSpec | None = None
-    feed_forward: FeedForwardSpec | ExpertsSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec | None
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
@@ -234,15 +239,15 @@ class LayerSpec:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps something of every token: K and V of its own, or a state."""
+        """Whether the layer stores anything about earlier tokens: K and V of its own, or a state."""
         return self.state is not None or (self.attention is not None and self.attention.has_kv)
 
     def num_mixing_params(self, hidden_size: int) -> int:
-        """Return the number of weights of what tokens see each other by: attention, or a state."""
+        """Return the number of weights of the part that mixes tokens: attention, or a state."""
         parts = (self.attention, self.state)
         return sum(part.num_params(hidden_size) for part in parts if part is not None)
 
     @property
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
-        """The parts that follow attention."""
-        return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)
+        """The feed-forward parts that follow attention."""
+        return tuple(part for part in (self.feed_forward, self.experts) if part is not None)

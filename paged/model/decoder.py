@@ -21,7 +21,7 @@ from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
-from .layers.mlp import MLP, ManyExperts, PlainMLP
+from .layers.mlp import MLP, ManyExperts, PlainMLP, new_mlp
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding, TokenRows
 from .part import ModelPart, Shard
@@ -38,9 +38,9 @@ MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(Loadable):
-    """x + attention(x), then x + mlp(x), with norms before or after each: see NormNames.
+    """One layer: x + attention(x), then x + mlp(x), with norms before or after each; see NormNames.
 
-    The additions are fused into norms.
+    The additions are fused into the norms.
     """
 
     before_attention: RMSNorm | LayerNorm | None
@@ -58,7 +58,14 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
+        self.index = layer
         self.mixer = _new_mixer(config, layer, kernels, part.shard)
+        # Heads with a state, which read what attention reads, and are added with it.
+        self.state_heads: StateLayer | None = None
+        if spec.attention is not None and spec.state is not None:
+            from .layers.states import new_state_layer
+
+            self.state_heads = new_state_layer(config, layer, kernels, part.shard)
         self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
         self.beside: ExpertsBeside | None = None
         if spec.experts is not None:
@@ -82,8 +89,13 @@ class DecoderLayer(Loadable):
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Return their queries."""
+        """Write K and V of the new tokens into the cache. Return the tokens' queries."""
+        if self.mixer is None:  # what the feed-forward part reads takes the place of queries
+            return add_and_norm(hidden, residual, self.before_mlp)
         hidden = add_and_norm(hidden, residual, self.before_attention)
+        if self.state_heads is not None:
+            made = self.state_heads.project(hidden, rows, batch, kv_cache)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
@@ -91,9 +103,13 @@ class DecoderLayer(Loadable):
     ) -> Tensor | None:
         """Run the layer from attention on, and update the residual in place.
 
-        Return what is left to add to the residual.
+        Return the tensor that is still to be added to the residual; None if there is none.
         """
+        if self.mixer is None:
+            return self._feed_forward(query, rows)
         hidden = self.mixer.attend(query, queries, kv_cache)
+        if self.mlp is None:
+            return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -108,6 +124,7 @@ class DecoderLayer(Loadable):
         return left
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        assert self.mlp is not None, "the layer has a feed-forward part"
         if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
             out: Tensor = self.mlp(hidden)
         else:
@@ -122,23 +139,24 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Take the weights of experts together, and read the scalar as a number. Raises CheckpointError for a
-        wrong scalar.
-        """
+        """Join the weights of experts, and read the scalar. Raises CheckpointError for a wrong scalar."""
         for module in self.modules():
             if isinstance(module, ManyExperts):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
-            name = f"layer_scalar of layer {self.mixer.layer}"
+            name = f"layer_scalar of layer {self.index}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
-def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> Attention | StateLayer:
-    """Make the part of a layer in which tokens see each other."""
-    state = config.layers[layer].state
-    if state is None:
+def _new_mixer(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> Attention | StateLayer | None:
+    """Make the part of a layer in which tokens see each other; where it has both kinds, attention."""
+    if config.layers[layer].attention is not None:
         return Attention(config, layer, kernels, shard)
+    if config.layers[layer].state is None:
+        return None
     from .layers.states import new_state_layer
 
     return new_state_layer(config, layer, kernels, shard)
@@ -146,11 +164,13 @@ def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) 
 
 def _new_feed_forward(
     config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
-) -> MLP | PlainMLP | Experts:
-    """Make the feed-forward part of a layer."""
+) -> MLP | PlainMLP | Experts | None:
+    """Make the feed-forward part of a layer, if it has one."""
     spec = config.layers[layer].feed_forward
+    if spec is None:
+        return None
     if isinstance(spec, FeedForwardSpec):
-        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+        return new_mlp(config, layer, kernels, spec, shard)
     assert shard.is_whole, "experts are not divided: see check_shards"
     from .layers.experts import Experts
 
@@ -168,15 +188,16 @@ class ParallelLayer(DecoderLayer):
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor:
-        """Run the layer as `DecoderLayer.attend` does."""
+        """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
+        assert self.mixer is not None, "a parallel layer has attention"
         self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-    """Add `hidden` to the residual in place, and return the norm of the sum, or the sum itself."""
+    """Add `hidden` to the residual in place. Return the norm of the sum; without a norm, the sum."""
     if norm is None:
         assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
         return residual
@@ -242,26 +263,27 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
 
-        stream: the stream of the previous part; None in the first part.
+        stream: the output of the previous part of the model; None in the first part.
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
         return self.attend_last(self.compute_kv(batch, kv_cache, stream), batch, kv_cache)
 
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
-        """Run all layers of a part that is not the last.
+        """Run all layers of a part that is not the last. Return the stream for the next part.
 
-        Returns the stream for the next part. Its layer inputs still include those of this part's layers.
+        The per-layer inputs in the stream still include those of this part's layers.
         """
         stream, rows = self._begin(batch, stream)
         hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
         return stream._replace(hidden=hidden)
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Run the model up to the last layer that writes K and V: later tokens need no more than that.
+        """Run the model up to the last layer that writes K and V, for all tokens. Later tokens need nothing
+        else of them.
 
-        Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
-        residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
+        Returns the queries of that layer [num_tokens, num_heads, head_dim], the residual [num_tokens,
+        hidden_size], and the per-layer inputs, if the model has them.
         """
         stream, rows = self._begin(batch, stream)
         residual, _, inputs = stream
@@ -294,9 +316,7 @@ class Decoder(nn.Module):
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Run what remains after `compute_kv`, for `batch.output_rows` only: these are few, as most prompt
-        tokens need no output.
-        """
+        """Run the rest after `compute_kv` for `batch.output_rows` only: most prompt tokens need no output."""
         query, residual, *rest = state
         queries = batch.output_queries
         if queries is None:
@@ -319,9 +339,7 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head. Only the first shard gets all logits; the result on other shards is
-        meaningless.
-        """
+        """Apply the output head. Only the first shard's result is meaningful: it has all logits."""
         assert self.head is not None, "only the last part has a head"
         own: Tensor = self.head(hidden)
         logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
@@ -339,8 +357,7 @@ class Decoder(nn.Module):
     def load(self, loader: Loader) -> None:
         """Load the weights of a model that was made on the meta device.
 
-        Each weight is read and converted before the next, so that only one weight at a time is in memory
-        twice.
+        Weights are read and converted one at a time, so that only one weight is in memory twice.
         """
         for rotary in self.rotary:
             rotary.to(loader.device)
@@ -352,16 +369,14 @@ class Decoder(nn.Module):
             self.head.form = self.embedding.form
 
     def prepare(self, num_positions: int) -> None:
-        """Precompute the rotary embeddings of this many positions; with 0 each step computes them."""
+        """Precompute the rotary embeddings of this many positions; with 0, each step computes them."""
         if num_positions:
             for rotary in self.rotary:
                 rotary.tabulate(num_positions)
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What prevents the launches of a step from being recorded, such as an operation in torch; None if
-        nothing does.
-        """
+        """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]

@@ -11,11 +11,11 @@ SELDOM = 4
 
 
 class StateMoves:
-    """The moves of states that steps make before they compute, one after another.
+    """The moves of recurrent states that a step makes, in order, before it computes.
 
-    A state is in the seat of its request. Behind the seats follow the slots of snapshots, and behind them
-    host memory, where a state is while its blocks are there. A request that computes its first token begins
-    with a state of zeros, whatever its seat holds.
+    The state of a running request lies in the slot of its seat. The slots of snapshots follow the seats, and
+    those in host memory, for swapped-out requests, follow the snapshots. A request that computes its first
+    token begins with a state of zeros, whatever its slot holds.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
@@ -28,14 +28,14 @@ class StateMoves:
         self._later: list[Copy] = []
 
     def copy(self, request: Request, child: Request, *, after_step: bool) -> None:
-        """Give a child the state of a request.
+        """Copy the state of a request to its child.
 
-        after_step: as the step that is being scheduled leaves it, not as it is before that.
+        after_step: whether to copy the state after the step that is being scheduled, not the state before it.
         """
         (self._later if after_step else self._moves).append((request.seat, child.seat))
 
     def swap_out(self, request: Request) -> None:
-        """Move the state of a request to host memory, where its blocks go."""
+        """Move the state of a request to host memory, as its blocks are swapped out."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
         self._moves.append((request.seat, self._num_slots + slot))
@@ -128,7 +128,7 @@ class StateMoves:
     # Steps
 
     def take(self, schedule: Schedule) -> None:
-        """Put the moves into a step that is launched."""
+        """Put the moves into a step that will be launched."""
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
@@ -136,7 +136,7 @@ class StateMoves:
             self._snapshots.launch()
 
     def clear(self) -> None:
-        """Forget the moves: all requests are computed anew."""
+        """Forget the moves, because all requests will be recomputed."""
         self._moves = []
         self._later = []
         if self._snapshots is not None:

@@ -20,7 +20,7 @@ COMMON = {
 
 
 class Architecture(NamedTuple):
-    """One entry of ARCHITECTURES: a family of models that the one decoder computes.
+    """One entry of ARCHITECTURES: a family of models that the decoder can compute.
 
     module: the module with the family's reader; it is imported when a model of the family is read.
     """
@@ -31,7 +31,7 @@ class Architecture(NamedTuple):
 
 
 def family_of(architecture: str) -> Family:
-    """Return how an architecture's config.json is read."""
+    """Return the family that reads an architecture's config.json."""
     module = import_module(f".{ARCHITECTURES[architecture].module}", __package__)
     family: Family = module.families[architecture]
     return family
@@ -51,6 +51,9 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": Architecture("qwen3_5_moe_text", "hybrids", "Qwen 3.5 MoE (text alone)"),
     "Lfm2ForCausalLM": Architecture("lfm2", "hybrids", "LFM2, LFM2.5"),
     "Lfm2MoeForCausalLM": Architecture("lfm2_moe", "hybrids", "LFM2 8B-A1B, 24B-A2B"),
+    "NemotronHForCausalLM": Architecture("nemotron_h", "mamba", "Nemotron-H, Nemotron Nano 2, Nemotron 3"),
+    "GraniteMoeHybridForCausalLM": Architecture("granitemoehybrid", "mamba", "Granite 4"),
+    "FalconH1ForCausalLM": Architecture("falcon_h1", "mamba", "Falcon-H1"),
     "MixtralForCausalLM": Architecture("mixtral", "moe", "Mixtral 8x7B, 8x22B"),
     "OlmoeForCausalLM": Architecture("olmoe", "moe", "OLMoE"),
     "GptOssForCausalLM": Architecture("gpt_oss", "moe", "gpt-oss 20B, 120B"),

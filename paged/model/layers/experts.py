@@ -16,12 +16,12 @@ from ..part import UNDIVIDED
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
 from .linear import Linear
-from .mlp import MLP, ManyExperts, is_precise
+from .mlp import ManyExperts, is_precise, new_mlp
 from .norms import RMSNorm
 
 
 class ExpertRouter(Linear):
-    """The router: computes the logits of experts in float32, and holds the numbers that modify the choice."""
+    """The router: computes the experts' logits in float32, and holds the numbers that modify the choice."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
         stored = StoredRows({f"{LAYERS}{layer}.mlp.{spec.router}": spec.num_experts})
@@ -44,8 +44,11 @@ def _parameter(like: Tensor) -> nn.Parameter:
 class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
+    Experts may lack the gate, and may work on a projection of x: the sum is projected back then.
+
     While loading, each projection of an expert is a `Linear`, so that experts are read, quantised and
-    converted like other weights, one matrix at a time. Afterwards one grouped product takes them together.
+    converted one matrix at a time, like other weights. Afterwards one grouped product multiplies by all of
+    them.
     """
 
     gate_up_form: ExpertsForm
@@ -61,30 +64,39 @@ class Experts(ManyExperts):
         if spec.router_scale is not None:
             norm = f"{name}.{spec.router}_norm"
             self.router_norm = RMSNorm(config.hidden_size, config.norm.eps, kernels, norm)
-        role: Role = "gated" if spec.activation == "silu" else "layer"
-        num_precise = config.hidden_size if is_precise(layer, len(config.layers)) else 0
+        role: Role = "gated" if spec.gated and spec.activation == "silu" else "layer"
+        size = spec.latent_size or config.hidden_size
+        num_precise = size if is_precise(layer, len(config.layers)) else 0
         gate_up = []
         down = []
         for expert in range(spec.num_experts):
             own = f"{name}.experts.{expert}"
-            gate_up.append(Linear(config.hidden_size, _stored_gate_up(own, spec), bias=spec.bias, role=role))
-            stored = StoredRows({f"{own}.{spec.parts[2]}": config.hidden_size}, transposed=spec.interleaved)
+            gate_up.append(Linear(size, _stored_gate_up(own, spec), bias=spec.bias, role=role))
+            stored = StoredRows({f"{own}.{spec.parts[-1]}": size}, transposed=spec.interleaved)
             down.append(Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise))
         self.gate_up = cast(Sequence[Linear], nn.ModuleList(gate_up))
         self.down = cast(Sequence[Linear], nn.ModuleList(down))
         self.shared = None
         if spec.shared is not None:
-            self.shared = MLP(config, layer, kernels, spec.shared, UNDIVIDED, f"mlp.{spec.shared_name}")
+            self.shared = new_mlp(config, layer, kernels, spec.shared, UNDIVIDED, f"mlp.{spec.shared_name}")
         self.shared_gate = None
         if spec.shared_gate is not None:
             stored = StoredRows({f"{name}.{spec.shared_gate}": 1})
             self.shared_gate = Linear(config.hidden_size, stored, bias=False, role="router")
+        self.into_latent = self.out_of_latent = None
+        if spec.latent_size is not None:
+            assert spec.shared_gate is None, "what is added to a projection has no gate"
+            into = StoredRows({f"{name}.fc1_latent_proj": spec.latent_size})
+            out_of = StoredRows({f"{name}.fc2_latent_proj": config.hidden_size})
+            self.into_latent = Linear(config.hidden_size, into, bias=spec.latent_bias)
+            self.out_of_latent = Linear(spec.latent_size, out_of, bias=spec.latent_bias)
 
     def forward(self, hidden: Tensor, routed_by: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-        """Return what experts make of hidden states [num_tokens, hidden_size].
+        """Return the weighted sum of the experts' outputs for hidden states [num_tokens, hidden_size].
 
-        routed_by: what the router chooses by; None: by the same.
-        count: `Batch.real_count`: other tokens have no experts, whose weights they would read.
+        routed_by: the router's input; None if it is `hidden`.
+        count: `Batch.real_count`. Tokens beyond it are padding and get no experts, so that no weights are
+            read for them.
         """
         spec = self.spec
         kernels = self.kernels
@@ -99,36 +111,44 @@ class Experts(ManyExperts):
             logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale, count
         )
         rows = kernels.sort_by_expert(chosen, spec.num_experts)
-        inner = self.gate_up_form(hidden, rows.offsets, rows.sources)
+        taken = hidden if self.into_latent is None else self.into_latent(hidden)
+        inner = self.gate_up_form(taken, rows.offsets, rows.sources)
         if not self.gate_up_form.gated:
             inner = self._activate(inner)
         out = self.down_form(inner, rows.offsets, None)
         shared = None if self.shared is None else self.shared(hidden)
         gate = None if self.shared_gate is None else self.shared_gate(hidden)
-        return kernels.sum_experts(out, rows.places, weights, shared, gate)
+        if self.out_of_latent is None:
+            return kernels.sum_experts(out, rows.places, weights, shared, gate)
+        projected: Tensor = self.out_of_latent(kernels.sum_experts(out, rows.places, weights))
+        if shared is not None:
+            kernels.add(shared, projected)
+        return projected
 
     def _activate(self, inner: Tensor) -> Tensor:
+        if self.spec.activation == "relu_squared":
+            self.kernels.relu_squared(inner)
+            return inner
         if self.spec.activation == "clamped_swiglu":
             return self.kernels.clamped_swiglu(inner, self.spec.limit, self.spec.alpha)
         is_silu = self.spec.activation == "silu"
         return (self.kernels.silu_and_mul if is_silu else self.kernels.gelu_and_mul)(inner)
 
     def finish_loading(self) -> None:
-        """Take the weights of all experts together."""
+        """Join the weights of all experts."""
         self.gate_up_form = _together(self.gate_up, self.kernels)
         self.down_form = _together(self.down, self.kernels)
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts launch our kernels only."""
+        """Whether the products of experts launch only our own kernels."""
         return self.gate_up_form.is_recordable and self.down_form.is_recordable
 
 
 def _stored_gate_up(name: str, spec: ExpertsSpec) -> StoredRows:
-    """Return the stored rows of an expert's gates and ups, gates first."""
+    """Return the stored rows of an expert's gates and ups, gates first, or of its ups alone."""
     if not spec.interleaved:
-        gate, up, _ = spec.parts
-        return StoredRows({f"{name}.{gate}": spec.size, f"{name}.{up}": spec.size})
+        return StoredRows({f"{name}.{part}": spec.size for part in spec.parts[:-1]})
     index = torch.arange(2 * spec.size, device="cpu").view(-1, 2).t().flatten()
     return StoredRows({f"{name}.gate_up_proj": 2 * spec.size}, index, transposed=True)
 
@@ -142,9 +162,11 @@ def _together(experts: Iterable[Linear], kernels: Kernels) -> ExpertsForm:
 
 
 class ExpertsBeside(nn.Module):
-    """The experts of Gemma 4. They read the residual beside the MLP, and their output is added to the MLP's.
+    """The experts of Gemma 4. They read the residual, as the MLP does, and their output is added to the
+    MLP's.
 
-    Both outputs are normalised before that, and the input of the experts by another norm than the MLP's.
+    Each output is normalised before the addition. The inputs of the experts and of the MLP have different
+    norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:
@@ -161,7 +183,7 @@ class ExpertsBeside(nn.Module):
         self.after_mlp = norm_of("post_feedforward_layernorm_1")
 
     def forward(self, out: Tensor, residual: Tensor, count: Tensor | None = None) -> Tensor:
-        """Turn the MLP's output, in place, into the sum of both."""
+        """Add the experts' output for `residual` to the MLP's output `out`, in place. Return `out`."""
         self.after_mlp.into(out, out)
         self.after.into(self.experts(self.before(residual), residual, count), out, add=True)
         return out

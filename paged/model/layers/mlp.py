@@ -17,7 +17,7 @@ from .linear import Linear
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
 
-    Gate and up are one matrix product, which may apply silu(gate) * up itself.
+    Gate and up are computed by one matrix product. Its kernel may apply silu(gate) * up itself.
     """
 
     def __init__(
@@ -53,17 +53,23 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(gelu(up(x))): an MLP without a gate."""
+    """down(act(up(x))), where act is GELU or the square of ReLU: an MLP without a gate."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        spec: FeedForwardSpec,
+        shard: Shard,
+        name: str = "mlp",
     ) -> None:
         super().__init__()
-        assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
+        assert spec.activation in ("gelu", "gelu_tanh", "relu_squared"), f"no MLP has {spec.activation} alone"
         self.shard = shard
         self.kernels = kernels
-        self.tanh = spec.activation == "gelu_tanh"
-        name = f"{LAYERS}{layer}.mlp"
+        self.activation = spec.activation
+        name = f"{LAYERS}{layer}.{name}"
         stored = StoredRows({f"{name}.up_proj": spec.size}, transposed=config.transposed_weights)
         if not shard.is_whole:
             stored = stored.take(shard.share(spec.size))
@@ -72,8 +78,18 @@ class PlainMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
         hidden = self.up(hidden)
-        self.kernels.gelu(hidden, tanh=self.tanh)
+        if self.activation == "relu_squared":
+            self.kernels.relu_squared(hidden)
+        else:
+            self.kernels.gelu(hidden, tanh=self.activation == "gelu_tanh")
         return gather(self.down(gather(hidden, self.shard)), self.shard)
+
+
+def new_mlp(
+    config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard, name: str = "mlp"
+) -> MLP | PlainMLP:
+    """Make an MLP with or without a gate, by its name within the layer."""
+    return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard, name)
 
 
 def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, name: str) -> Linear:
@@ -86,24 +102,22 @@ def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, 
 
 
 def is_precise(layer: int, num_layers: int) -> bool:
-    """Return whether `down` of a layer has more bits: in the half that llama.cpp's Q4_K_M chooses too.
+    """Return whether `down` of a layer gets more bits, as in llama.cpp's Q4_K_M.
 
-    It is the first and last eighth of the layers, and every third one between.
+    It does in the first and last eighth of the layers, and in every third layer between: half of all.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 class ManyExperts(nn.Module):
-    """The decoder's interface to experts, see `experts.Experts`. Models without experts do not import that
-    module.
-    """
+    """The interface of `experts.Experts`, so that models without experts need not import that module."""
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts need no torch operation."""
+        """Whether the products of experts launch only our own kernels."""
         raise NotImplementedError
 
     def finish_loading(self) -> None:
-        """Take the experts' weights together, once all are loaded."""
+        """Join the experts' weights, once all are loaded."""
         raise NotImplementedError
