@@ -179,8 +179,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
-        if self.model_config.states and config.enable_prefix_caching is None:
-            logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -747,6 +745,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -760,6 +759,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         self._require_prefix_cache()
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
@@ -781,7 +781,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
-        if self.model_config.states:
-            raise UsageError(f"there is no prefix cache: {self.model_config.architecture} keeps states")
         if not self.block_manager.enable_prefix_caching:
-            raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")
+            option = (
+                "state_snapshots=0" if self.config.state_snapshots == 0 else "enable_prefix_caching=False"
+            )
+            raise UsageError(f"there is no prefix cache: the engine was made with {option}")

@@ -128,9 +128,11 @@ class Footprint:
         found = cls(sizes, memory, device, directory, kernels, model, draft)
         if not sizes.state_bytes:
             return found
-        from .states import seats_in
+        from .states import seats_in, with_snapshots
 
-        return replace(found, sizes=seats_in(sizes, found.room))
+        found = replace(found, sizes=seats_in(sizes, found.room))
+        room = None if sizes.config.num_blocks else found.kv_room
+        return replace(found, sizes=with_snapshots(found.sizes, room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options. Raises ConfigError for options that the engine refuses."""
