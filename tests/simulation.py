@@ -48,7 +48,8 @@ from paged.drafting.lengths import DraftLengths
 from paged.options.sampling_params import SamplingParams
 from paged.ranks.messages import MessageReader, MessageWriter
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
-from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
+from paged.runner.plan import IN_SEAT, ComputedPart, Planner
+from paged.runner.plan_bytes import from_bytes, to_bytes
 from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule, StepOutput
@@ -685,7 +686,7 @@ class World:
         """Copy blocks and write new slots. They are read as late as possible, when the step ends."""
         made = self.planner.plan(schedule)
         self.send(made.computed, schedule.requests)
-        plan = (StepPlan.from_bytes(*made.to_bytes()) if self.sends_bytes else made).computed
+        plan = from_bytes(to_bytes(made.computed)) if self.sends_bytes else made.computed
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         move_blocks(plan, self.memory, self.host)

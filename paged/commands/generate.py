@@ -57,7 +57,7 @@ def generate(
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     engine_options = common.driver_options(model, options)
-    sampling = common.sampling_options(options | structured)
+    sampling = {**common.named(model).sampling, **common.sampling_options(options | structured)}
     if prompts is None:
         if live:
             raise CliError("--live shows many requests at once: it needs --prompts and --output")

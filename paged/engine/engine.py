@@ -21,7 +21,7 @@ from ..base.validation import check_bool
 from ..checkpoints.model_directory import resolve
 from ..device.devices import resolve_device
 from ..options.config import EngineConfig, check_policy, options_of
-from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
+from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
@@ -38,15 +38,14 @@ from .generation import (
     generate_stream,
     progress_bar,
     prompts_of,
-    run_reports,
 )
 from .model_text import ModelText
 from .request_factory import RequestFactory
-from .request_spec import ReportTerms, RequestSpec, ids_of
+from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
-    from ..options.sampling_params import PoolingParams
+    from ..options.other_calls import BeamSearchParams, PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
@@ -399,6 +398,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         from .embedding import Embedder, EmbeddingOptions
+        from .reports import ReportTerms
+        from .run_reports import run_reports
 
         check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
@@ -469,6 +470,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .reports import ReportTerms
+        from .run_reports import run_reports
         from .scoring import ScoreSpec
 
         check_call(
@@ -500,6 +503,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from ..options.other_calls import BeamSearchParams
         from .beam_search import BeamSearch
 
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)

@@ -17,7 +17,7 @@ from ..model.cache.kv_cache import KVCache
 from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
-from ..runner.memory import RunStep
+from ..runner.fit import RunStep
 from ..runner.model_runner import ModelRunner
 from ..runner.part_runner import Peers
 from ..runner.passes import compute

@@ -16,6 +16,7 @@ from itertools import pairwise
 from ..base.errors import RankError
 from ..blocks.pool import BlockId
 from ..runner.plan import IN_SEAT, ComputedPart, SeatChange
+from ..runner.plan_bytes import from_bytes, to_bytes
 
 _HEADER = struct.Struct("<Ii")  # the kind, and the number
 
@@ -82,7 +83,7 @@ class MessageWriter:
         again = self._repeated(part)
         self._decodes.remember(part)
         if again is None:
-            return self._written(MessageKind.STEP, part.to_bytes())
+            return self._written(MessageKind.STEP, to_bytes(part))
         return self._written(MessageKind.REPEATED_STEP, again.tobytes())
 
     def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
@@ -154,7 +155,7 @@ class MessageReader:
             return Message(kind, number, blocks=array("i", content).tolist())
         if kind is MessageKind.END:
             return Message(kind, number)
-        part = ComputedPart.from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
+        part = from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
         self._decodes.remember(part)
         return Message(kind, number, part)
 

@@ -15,14 +15,16 @@ from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
-from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
+from .draft_sizes import draft_sizes
+from .fit import largest_step, max_partial_bytes
 from .load import open_model
-from .memory import Memory, largest_step, max_partial_bytes
-from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
+from .memory import Memory
+from .sizes import ELEMENT_BYTES, GIB, Sizes
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..model.weights.samples import SampledWeight
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.

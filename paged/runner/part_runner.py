@@ -21,7 +21,7 @@ from ..device.transfers import NUM_BUFFERS, Sent, Transfers, Upload
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
-from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
+from .memory import Memory, new_kv_cache
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
 from .sizes import Sizes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..model.cache.states import Run
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
+    from .fit import RunStep
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -137,6 +138,8 @@ class PartRunner:
             with_snapshots = self._with_snapshots if self.model_config.states else None
             num_blocks = self.config.num_blocks
             if num_blocks is None:
+                from .fit import num_blocks_that_fit
+
                 num_blocks = num_blocks_that_fit(self.sizes, self.device, kernels, run_step, with_snapshots)
             elif with_snapshots is not None:
                 with_snapshots(None)

@@ -13,7 +13,7 @@ from ..architectures.spec import AttentionSpec, ExpertsSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart, Shard
-from ..model.stream import StreamShape
+from ..model.stream_shape import StreamShape
 from ..options.config import EngineConfig
 from ..ranks.layout import RankLayout
 from ..runner.sizes import GIB, SWAP_SPACE, Sizes

@@ -13,7 +13,7 @@ import torch
 from paged import EngineDeadError, LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, PagedError
 from paged.engine import prefixes
-from paged.model.part import check_shards
+from paged.model.division import check_shards
 from paged.ranks.driver import DriverRunner
 from paged.ranks.layout import RankLayout
 from paged.runner.model_runner import ModelRunner

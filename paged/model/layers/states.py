@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.states import StateSpec
 from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
-from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
 from ..cache.states import LayerStates
@@ -19,6 +20,9 @@ from ..weights.loading import Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
 from .rotary import TokenRows
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:

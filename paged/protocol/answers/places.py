@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...requests.request import Logprob
-from ...text.detokenizer import REPLACEMENT, Detokenizer
+from ...text.detokenizer import Detokenizer
 from ..jobs import finite
 
 if TYPE_CHECKING:
