@@ -551,7 +551,8 @@ def paged_attention(
         v = _gather(value_cache, options.value_scales, block_tables[i], low, seq_len, q)
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
-        seen = key_pos <= query_pos
+        last_keys = query_pos if options.last_keys is None else options.last_keys[start:end, None]
+        seen = key_pos <= last_keys
         if window is not None:
             seen = seen & (key_pos > query_pos - window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * float(options.scale)

@@ -15,6 +15,7 @@ from .prefix_chain import HashBlock, PrefixChain, sha256_block
 from .sequence import NEVER, SequenceBlocks
 
 if TYPE_CHECKING:
+    from .content_chain import Content
     from .snapshots import Snapshots
 
 # A decoding sequence registers this many full blocks at once: a call costs more than a block is worth.
@@ -157,11 +158,16 @@ class BlockManager:
 
     # The life of a sequence
 
-    def open(self, token_ids: Sequence[int], namespace: bytes = b"") -> SequenceBlocks:
-        """Create a sequence without blocks, and hash the full blocks of its prompt."""
+    def open(
+        self, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> SequenceBlocks:
+        """Create a sequence without blocks, and hash the full blocks of its prompt.
+
+        contents: of which some tokens are placeholders.
+        """
         chain = None
         if self.enable_prefix_caching:
-            chain = PrefixChain(namespace, self._hash_block)
+            chain = self._new_chain(namespace, contents)
             chain.extend(token_ids, (len(token_ids) - 1) // self.block_size, self.block_size)
         return SequenceBlocks(len(self.windows), chain)
 
@@ -396,22 +402,33 @@ class BlockManager:
 
     # Pins
 
-    def find(self, token_ids: Sequence[int], namespace: bytes = b"") -> list[list[BlockId]]:
+    def _new_chain(self, namespace: bytes, contents: Sequence[Content]) -> PrefixChain:
+        if not contents:
+            return PrefixChain(namespace, self._hash_block)
+        from .content_chain import ContentChain
+
+        return ContentChain(contents, self.block_size, namespace, self._hash_block)
+
+    def find(
+        self, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> list[list[BlockId]]:
         """Return the cached blocks of the longest known prefix, for each group, up to the last token.
 
         Where sequences have states, it ends where there is a snapshot of them.
         """
-        chain = PrefixChain(namespace, self._hash_block)
+        chain = self._new_chain(namespace, contents)
         num_blocks = len(token_ids) // self.block_size
         chain.extend(token_ids, num_blocks, self.block_size)
         hits = self._match(chain, num_blocks)
         return hits if self.snapshots is None else self._cut(hits, SequenceBlocks(0, None))
 
-    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"") -> int:
+    def pin(
+        self, name: str, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> int:
         """Hold the cached blocks of a prefix under a name. Return how many tokens they hold."""
         if name in self._pins:
             raise UsageError(f"{name!r} is pinned already")
-        self._pins[name] = self.find(token_ids, namespace)
+        self._pins[name] = self.find(token_ids, namespace, contents)
         for blocks in self._pins[name]:
             self.pool.share(blocks)
             self._pinned.update(blocks)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..architectures.config import ModelConfig
-from ..architectures.hf_config import read_config
 from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.missing_names import ExplainsMissing
@@ -39,7 +38,7 @@ from .generation import (
     progress_bar,
     prompts_of,
 )
-from .model_text import ModelText
+from .model_text import ModelText, read_model
 from .request_factory import RequestFactory
 from .request_spec import RequestSpec, ids_of
 
@@ -134,8 +133,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.config = config = EngineConfig(model, **options)
         with _starting_together(config):
             self.directory = directory = resolve(config.model, config.revision)
-            self.model_config = read_config(directory)
-            self.text = text = ModelText(config, directory, self.model_config)
+            self.model_config, no_images = read_model(config, directory)
+            self.text = text = ModelText(config, directory, self.model_config, no_images)
             draft = _find_draft_model(config, self.model_config, text.tokenizer)
         self.runner = runner = _new_executor(config, self.model_config, directory, draft)
         # Also when this object is collected, and before the interpreter exits.

@@ -54,7 +54,7 @@ def new_fork(
             f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
             param="cache_salt",
         )
-    parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace)
+    parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace, inherited.images)
     rules = inherited.rules if params is inherited.params else factory.token_rules(params)
     prepared = Prepared(parsed, rules, stops_of(params))
     same_deadline = params is inherited.params or params.timeout_s is None

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 FORMAT = "paged-prefix-2"
 _STATES = "states_"  # begins the names of tensors of snapshots
-Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
+# a saved block: tokens, index of its predecessor, group, namespace, content
+Entry = tuple[bytes, int, int, bytes, bytes]
 
 
 class SavedSnapshots(NamedTuple):
@@ -68,11 +69,11 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
         raise UsageError("this prompt is pinned already")
     source = RequestSource([prompt], SamplingParams(max_tokens=1, temperature=0))
     _ = [*generate_in_order(core, source, use_tqdm=False)]
-    num_cached = len(manager.find(parsed.token_ids, parsed.namespace)[0]) * size
+    num_cached = len(manager.find(parsed.token_ids, parsed.namespace, parsed.contents)[0]) * size
     if num_cached < num_full:
         more = "raise num_blocks" + (" or state_snapshots" if manager.has_states else "")
         raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; {more}")
-    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest()):
+    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest(), parsed.contents):
         raise RequestError(
             f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
             "wait for these, or raise num_blocks"
@@ -90,7 +91,8 @@ def unpin(core: EngineCore, prompt: Prompt) -> None:
 
 
 def _pin_name(prompt: ParsedPrompt) -> str:
-    return hashlib.sha256(repr((prompt.namespace, prompt.token_ids)).encode()).hexdigest()
+    contents = [content.sha256 for content in prompt.contents]
+    return hashlib.sha256(repr((prompt.namespace, prompt.token_ids, contents)).encode()).hexdigest()
 
 
 # Files
@@ -134,7 +136,8 @@ def save(
     pool = manager.pool
     known = pool.known_blocks()
     if prompt is not None:
-        wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
+        found = manager.find(prompt.token_ids, prompt.namespace, prompt.contents)
+        wanted = {block for blocks in found for block in blocks}
         known = [entry for entry in known if entry[0] in wanted]
     index = {0: -1}
     kept = list[tuple[BlockId, int]]()
@@ -171,6 +174,9 @@ def save(
         "block_size": str(pool.block_size),
         "namespaces": json.dumps(namespaces),
     }
+    contents = {i: pool.content(b).hex() for i, b in enumerate(blocks) if pool.content(b)}
+    if contents:
+        metadata["contents"] = json.dumps(contents)
     if draft_fingerprint is not None:
         metadata["draft_fingerprint"] = draft_fingerprint
     try:
@@ -236,9 +242,9 @@ def _put(
     known: list[BlockId | None] = []
     digests: list[bytes] = []
     try:
-        for i, (tokens, predecessor, group, namespace) in enumerate(entries):
+        for i, (tokens, predecessor, group, namespace, content) in enumerate(entries):
             previous = first_digest(namespace) if predecessor < 0 else digests[predecessor]
-            digests.append(sha256_block(previous, tokens))
+            digests.append(sha256_block(previous, tokens + content))
             parent = None if predecessor < 0 else known[predecessor]
             if (predecessor >= 0 and parent is None) or not pool.num_free:
                 known.append(None)
@@ -248,14 +254,15 @@ def _put(
             loaded += allocated
             # Filled before it can be found: the copy may fail or be interrupted.
             is_drafted = bool(drafted) and drafted[i]
-            contents = {name: each[:, i] for name, each in saved.items()}
+            written = {name: each[:, i] for name, each in saved.items()}
             if not is_drafted:
-                contents = {name: each for name, each in contents.items() if not name.startswith(DRAFT)}
-            executor.write_block(allocated[0], group, contents)
+                written = {name: each for name, each in written.items() if not name.startswith(DRAFT)}
+            executor.write_block(allocated[0], group, written)
             if is_drafted:
                 pool.drafted.update(allocated)
             serial = 0 if parent is None else pool.serial(parent)
-            known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
+            digest = short_digest(digests[i])
+            known.append(pool.adopt(allocated[0], digest, tokens, serial, namespace, group, content))
             if known[-1] != allocated[0]:
                 pool.free([loaded.pop()])  # it is cached already
         if snapshots is not None:
@@ -309,7 +316,10 @@ def _entries(
     try:
         token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
         saved = {name: tensors[name] for name in formats}
-        namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
+        namespaces, contents = (
+            {int(i): bytes.fromhex(text) for i, text in json.loads(each).items()}
+            for each in (metadata["namespaces"], metadata.get("contents", "{}"))
+        )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     num_blocks = token_ids.shape[:1].numel()
@@ -328,7 +338,8 @@ def _entries(
         raise CheckpointError(f"{path} is damaged: its tensors do not agree with each other or this cache")
     tokens = [array("i", row).tobytes() for row in token_ids.tolist()]
     salts = [namespaces.get(i, b"") for i in range(num_blocks)]
-    return list(zip(tokens, predecessors, groups, salts, strict=True))
+    of_blocks = [contents.get(i, b"") for i in range(num_blocks)]
+    return list(zip(tokens, predecessors, groups, salts, of_blocks, strict=True))
 
 
 def _drafted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+from ..base.errors import RequestError
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestGroup, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt
@@ -65,6 +66,11 @@ def new_report(
 
     Raises RequestError naming what is wrong.
     """
+    if spec.prompt.images:
+        raise RequestError(
+            "multi_modal_data is for prompts that are completed: reports are of text alone",
+            param="multi_modal_data",
+        )
     report = spec.report(factory.text)
     if report.num_top is not None:
         factory.check_head()

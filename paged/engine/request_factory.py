@@ -115,6 +115,12 @@ class RequestFactory:
         if not any(sample.num_output_tokens for sample in samples):
             samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
+            if inputs.uncut:
+                raise RequestError(
+                    f"prompt_logprobs is not supported for images of {self.model_config.architecture}, whose "
+                    "tokens see later ones",
+                    param="prompt_logprobs",
+                )
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
@@ -159,9 +165,18 @@ class RequestFactory:
             tenant=tenant,
             part_of=part_of,
             namespace=prompt.namespace,
+            images=prompt.images,
+            uncut=self._uncut(prompt),
             long_from=self.prompts.long_from,
             deadline=deadline,
         )
+
+    def _uncut(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
+        """Return the runs of a prompt's tokens that see each other."""
+        vision = self.model_config.vision
+        if vision is None or not vision.sees_itself:
+            return ()
+        return tuple((image.start, image.end) for image in prompt.images)
 
     def check_possible(
         self,

@@ -24,6 +24,8 @@ MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 MAX_RANKS = 1024
 DEFAULT_NUM_SEQS = 256
+DEFAULT_IMAGES = 4  # of a prompt
+MAX_IMAGES = 4096
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
 _OPTIONAL_TEXTS = {
@@ -135,6 +137,10 @@ class EngineConfig:
         GPU with Triton's kernels if one process holds the model; elsewhere True is an error.
     seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
+    language_model_only: load the text part of a model that sees images alone.
+    limit_mm_per_prompt: the most images of a prompt, {"image": 4} by default.
+    mm_processor_kwargs: values in place of those of preprocessor_config.json, for the keys that it may have.
+    mm_processor_cache_gb: the most memory, in GiB, of embeddings of images that are kept for later prompts.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -185,6 +191,10 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
+    language_model_only: bool = False
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    mm_processor_cache_gb: float = 4.0
 
     def __post_init__(self) -> None:
         self._take_defaults()
@@ -205,6 +215,7 @@ class EngineConfig:
             "deterministic",
             "enforce_eager",
             "skip_tokenizer_init",
+            "language_model_only",
         ):
             check_bool(ConfigError, name, getattr(self, name))
         if self.enable_prefix_caching is not None:
@@ -230,6 +241,13 @@ class EngineConfig:
 
             check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
+        most_images(self.limit_mm_per_prompt)
+        check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
+        kwargs = self.mm_processor_kwargs
+        if kwargs is not None and not (
+            isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+        ):
+            raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -307,6 +325,20 @@ class EngineConfig:
                 f"async_scheduling=True is for a model in one process, and this one has {self.num_ranks}, "
                 "whose steps in flight are of different requests; leave it out"
             )
+
+
+def most_images(limits: object) -> int:
+    """Return how many images a prompt may have. Raises ConfigError for other limits than of images."""
+    if limits is None:
+        return DEFAULT_IMAGES
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {shown(limits)}')
+    for kind, limit in limits.items():
+        if kind not in ("image", "audio", "video"):
+            raise ConfigError(f"limit_mm_per_prompt has {shown(kind)}; it takes image")
+        most = MAX_IMAGES if kind == "image" else 0
+        check_int(ConfigError, f"limit_mm_per_prompt[{kind!r}]", limit, 0, most)
+    return int(limits.get("image", DEFAULT_IMAGES))
 
 
 def options_of(config: Any) -> dict[str, Any]:

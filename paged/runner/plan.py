@@ -5,11 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
 from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+
+if TYPE_CHECKING:
+    from ..architectures.towers import VisionSpec
+    from .image_rows import ImageRows, SeenImages
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -51,6 +55,11 @@ class ComputedPart:
         Rows with drafts occur once for each of their tokens.
     asked: the prompt positions on which this step reports; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the processes have them in the seats.
+    images: the tokens that get embeddings of images. They are not written as bytes.
+    last_keys: the last position that each token sees; None: its own.
+    rope_offsets: how much the rotation of each row's tokens differs from their positions; [] if none does.
+    grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
+        number.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -70,6 +79,10 @@ class ComputedPart:
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
+    images: Sequence[ImageRows] = ()
+    last_keys: array[int] | None = None
+    rope_offsets: list[int] = field(default_factory=list)
+    grid_positions: array[int] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -139,6 +152,7 @@ class Planner:
         whole request.
     with_last_tokens: whether plans contain the last tokens of decodes, for processes that do not draw tokens.
     with_pending: whether steps are planned before the tokens of the steps in flight are known.
+    vision: what the model sees images with; None: it sees none.
     """
 
     def __init__(
@@ -146,6 +160,7 @@ class Planner:
         block_size: int,
         num_groups: int,
         *,
+        vision: VisionSpec | None = None,
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
@@ -157,6 +172,11 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
+        self._seen: SeenImages | None = None
+        if vision is not None:
+            from .image_rows import SeenImages
+
+            self._seen = SeenImages(vision)
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -190,6 +210,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
+        if self._seen is not None:
+            self._seen.add(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

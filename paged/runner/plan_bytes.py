@@ -13,6 +13,7 @@ from .plan import ComputedPart, SeatChange
 
 def to_bytes(part: ComputedPart) -> bytes:
     """Encode this part for `from_bytes`."""
+    assert not part.images, "images are computed by one process"
     pairs = (part.swap_out, part.swap_in, part.copies, part.state_moves)
     rows = (part.seats, part.starts, part.counts, part.rope_lens, part.sampled, part.sampled_seats)
     tuples = (*pairs, part.asked, part.changes)

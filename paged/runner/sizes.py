@@ -94,6 +94,13 @@ class Sizes:
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
+        for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+            given = getattr(config, name)
+            if given is not None and given < self.uncut_tokens:
+                raise ConfigError(
+                    f"{name} {given} is less than the {self.uncut_tokens} tokens of an image, which see each "
+                    "other and are computed in one step; raise it, or set language_model_only=True"
+                )
         num_groups = len(self.layout.groups)
         if config.num_blocks is not None and config.num_blocks < num_groups:
             raise ConfigError(
@@ -136,7 +143,16 @@ class Sizes:
     @property
     def max_num_batched_tokens(self) -> int:
         """The token budget of a step."""
-        return self.config.max_num_batched_tokens or STEP_TOKENS[self.device]
+        return self.config.max_num_batched_tokens or max(STEP_TOKENS[self.device], self.uncut_tokens)
+
+    @property
+    def uncut_tokens(self) -> int:
+        """The most tokens that see each other, so that one step computes them; 0: there are none."""
+        vision = self.model.vision
+        if vision is None or not vision.sees_itself:
+            return 0
+        assert vision.tokens_per_image is not None, "tokens that see each other are of a known number"
+        return vision.tokens_per_image
 
     @property
     def max_step_tokens(self) -> int:

@@ -175,7 +175,7 @@ class Preemption:
             if request.finish_reason is not None:
                 continue
             self.free(request)
-            request.blocks = self._manager.open(request.token_ids, request.namespace)
+            request.blocks = self._manager.open(request.token_ids, request.namespace, request.inputs.contents)
             request.num_computed_tokens = 0
             self._running.remove(request)
             self.requeue(request)

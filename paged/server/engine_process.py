@@ -352,7 +352,7 @@ class EngineServer:
             self._preparations.submit(preparation)
 
     def _prepared(self, order: frames.Generate, params: SamplingParams) -> RequestSpec:
-        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+        prompt = ParsedPrompt(None, order.token_ids, order.namespace, order.images)
         spec = RequestSpec(
             prompt,
             params,

@@ -189,6 +189,7 @@ class Attention(Loadable):
             sinks=self.sinks,
             key_scales=key_scales,
             value_scales=value_scales,
+            last_keys=queries.last_keys,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
         plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))

@@ -27,6 +27,7 @@ class Linear(Loadable):
 
     form: WeightForm
     role: Role
+    stays_float = False  # whether it is not quantised where the model is
 
     def __init__(
         self,
@@ -99,7 +100,9 @@ def require_whole_groups(model: nn.Module) -> None:
 
     size = Int4Weight.GROUP
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.in_features % size and module.role != "head":
+        if not isinstance(module, Linear) or module.role == "head" or module.stays_float:
+            continue
+        if module.in_features % size:
             raise ConfigError(
                 f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
                 f"{module.in_features}; use quantization='int8'"

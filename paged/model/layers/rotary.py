@@ -57,6 +57,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
             long = scaled_frequencies(rope, self.rotary_dim, is_long=True)
         self.long_offset = config.long_context.offset if config.long_context else 0
+        self.sections = None if config.vision is None else config.vision.sections
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
 
@@ -77,6 +78,12 @@ class RotaryEmbedding(nn.Module):
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
+        if batch.grid_positions is not None:
+            from .grid_angles import by_section
+
+            assert self.sections is not None, "positions are of three numbers in models of images alone"
+            by_axis = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            return by_section(self.sections, *by_axis)
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -86,6 +93,11 @@ class RotaryEmbedding(nn.Module):
             frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
             return self._angles(batch.positions % self.long_offset, frequencies)
         return self._table.take(batch.positions, self.kernels)
+
+    def _plain(self, positions: Tensor) -> Angles:
+        if self._table is None:
+            return self._angles(positions, self.inv_freq)
+        return self._table.take(positions, self.kernels)
 
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
