@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...requests.request import Logprob
 from ...text.detokenizer import Detokenizer
+from ...text.tokenizer import REPLACEMENT
 from ..jobs import finite
 
 if TYPE_CHECKING:
