@@ -22,6 +22,7 @@ from .checks import (
     check_eps,
     check_flag,
     check_indices,
+    check_limits,
     check_multiple,
     check_once,
     check_positive,
@@ -182,6 +183,9 @@ class Rules(KernelCall):
         self.rows("x", written=True)
         check_flag("tanh", self["tanh"])
 
+    def relu_squared(self) -> None:
+        self.rows("x", written=True)
+
     def clamped_swiglu(self) -> None:
         self.silu_and_mul()
         check_positive("limit", self["limit"])
@@ -317,7 +321,17 @@ class Rules(KernelCall):
 
     def gated_norm(self) -> None:
         x = self.tensor("x", (None, None, None), KERNEL_DTYPES)
-        self._norm(x)
+        check_positive("x.shape[-1]", x.shape[-1])
+        check_flag("gate_first", self["gate_first"])
+        if self.has("weight"):
+            num_heads, size = x.shape[1:]
+            weight = self.tensor("weight", (None,), x.dtype)
+            if len(weight) not in (size, num_heads * size):
+                raise ValueError(
+                    f"weight must have the {size} numbers of a head, or {num_heads * size} of all, got "
+                    f"{len(weight)}"
+                )
+            check_eps(self["eps"])
         self.tensor("gate", (len(x), x.shape[1] * x.shape[2]), x.dtype)
 
     def short_conv(self) -> None:
@@ -351,6 +365,25 @@ class Rules(KernelCall):
         for name in ("rates", "time_bias"):
             self.tensor(name, (num_heads,), torch.float32, contiguous=True)
         self._sequences(len(qkv), num_slots)
+
+    def mamba2_scan(self) -> None:
+        x = self.rows("x")
+        states = self.tensor("states", (None,) * 4, torch.float32, written=True)
+        num_slots, num_heads, state_dim, head_dim = states.shape
+        for name, value in {"num_heads": num_heads, "state_dim": state_dim, "head_dim": head_dim}.items():
+            check_positive(name, value)
+        of_groups = x.shape[1] - num_heads * head_dim
+        num_groups = of_groups // (2 * state_dim)
+        if of_groups <= 0 or of_groups % (2 * state_dim) or num_heads % num_groups:
+            raise ValueError(
+                f"x must have {num_heads} heads of {head_dim} numbers, and B and C of {state_dim} in groups "
+                f"that divide these, got {x.shape[1]} columns"
+            )
+        self.tensor("time_steps", (len(x), num_heads), x.dtype)
+        for name in ("rates", "time_bias", "skip"):
+            self.tensor(name, (num_heads,), torch.float32, contiguous=True)
+        check_limits("limits", self["limits"])
+        self._sequences(len(x), num_slots)
 
     def _sequences(self, num_tokens: int, num_slots: int) -> None:
         """Check which tokens each sequence has, and the slot of its state."""

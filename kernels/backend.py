@@ -136,6 +136,8 @@ class Kernels(Protocol):
 
     def gelu(self, x: Tensor, *, tanh: bool) -> None: ...
 
+    def relu_squared(self, x: Tensor) -> None: ...
+
     def add(self, x: Tensor, out: Tensor) -> None: ...
 
     def scale_and_cap(self, x: Tensor, factor: float, softcap: float | None = None) -> None: ...
@@ -180,7 +182,9 @@ class Kernels(Protocol):
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> None: ...
 
-    def gated_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor: ...
+    def gated_norm(
+        self, x: Tensor, weight: Tensor | None, gate: Tensor, eps: float, *, gate_first: bool = False
+    ) -> Tensor: ...
 
     def short_conv(
         self,
@@ -206,6 +210,21 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+    ) -> Tensor: ...
+
+    def mamba2_scan(
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        time_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        limits: tuple[float, float],
     ) -> Tensor: ...
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...

@@ -203,6 +203,13 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
+def check_limits(name: str, limits: tuple[float, float]) -> None:
+    """Raise ValueError unless `limits` are two numbers from 0 on, the second no less; it may be infinite."""
+    is_pair = isinstance(limits, tuple) and len(limits) == 2 and {*map(type, limits)} <= {int, float}
+    if not is_pair or not 0 <= limits[0] <= limits[1]:
+        raise ValueError(f"{name} must be two ascending numbers from 0 on, got {limits!r}")
+
+
 def check_flag(name: str, value: bool) -> None:
     """Raise ValueError unless `value` is True or False. Other values would compile more specialisations."""
     if type(value) is not bool:

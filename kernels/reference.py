@@ -211,6 +211,11 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     x.copy_(torch.nn.functional.gelu(upcast(x), approximate="tanh" if tanh else "none"))
 
 
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place (So et al., Primer, 2021)."""
+    x.copy_(torch.relu(upcast(x)).square())
+
+
 def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
     """Add x to `out` in place."""
     out.add_(x)
@@ -343,14 +348,26 @@ def scale_by_sigmoid(x: Tensor, gate: Tensor) -> None:  # [num_rows, size], both
 
 def gated_norm(
     x: Tensor,  # [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
+    weight: Tensor | None,  # [size], or [num_heads * size]
     gate: Tensor,  # [num_tokens, num_heads * size]
     eps: float,
+    *,
+    gate_first: bool = False,
 ) -> Tensor:  # [num_tokens, num_heads * size]
-    """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head."""
+    """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
+
+    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
+    """
     x32 = upcast(x)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * upcast(weight)
-    return (normed.flatten(1) * torch.nn.functional.silu(upcast(gate))).to(x.dtype)
+    silu = torch.nn.functional.silu(upcast(gate)).view(x.shape)
+    if gate_first or weight is None:
+        x32 = x32 * silu
+    if weight is not None:
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        x32 = x32 * upcast(weight).view(-1, x.shape[2])
+        if not gate_first:
+            x32 = x32 * silu
+    return x32.flatten(1).to(x.dtype)
 
 
 def short_conv(
@@ -440,6 +457,55 @@ def gated_delta(
             change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * written[t, :, None]
             state = state + key[t, :, :, None] * change[:, None]
             out[t] = torch.einsum("hkv,hk->hv", state, query[t])
+        states[slot] = state
+    return out.to(dtype)
+
+
+def mamba2_scan(
+    x: Tensor,  # [num_tokens, num_heads * head_dim + 2 * num_groups * state_dim]: x, B and C
+    time_steps: Tensor,  # [num_tokens, num_heads]
+    rates: Tensor,  # f32[num_heads], below 0
+    time_bias: Tensor,  # f32[num_heads]
+    skip: Tensor,  # f32[num_heads]
+    states: Tensor,  # f32[num_slots, num_heads, state_dim, head_dim], written in place
+    slots: Tensor,  # i32[num_seqs], each another
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    limits: tuple[float, float],
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Apply the state space of Mamba-2 (Dao & Gu 2024) to the tokens of each sequence, one after the other.
+
+    For every token a head's time step is t = softplus(time_step + bias), at least limits[0] and at most
+    limits[1]. The state S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads
+    share a group, which has one B and one C. A sequence begins with a state of 0, whatever its slot holds.
+    """
+    num_heads, state_dim, head_dim = states.shape[1:]
+    size = num_heads * head_dim
+    group_size = (x.shape[1] - size) // 2
+    shares = num_heads // (group_size // state_dim)
+    dtype = x.dtype
+    x = upcast(x)
+    x, keys, queries = x.split([size, group_size, group_size], dim=1)
+    x = x.unflatten(1, (num_heads, head_dim))
+    keys, queries = (
+        each.unflatten(1, (-1, state_dim)).repeat_interleave(shares, dim=1) for each in (keys, queries)
+    )
+    steps = torch.nn.functional.softplus(upcast(time_steps) + time_bias).clamp(*limits)
+    decay = (rates * steps).exp()
+    out = torch.empty_like(x)
+    bounds = cu_seqlens_q.tolist()
+    for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        start, end = bounds[i], bounds[i + 1]
+        if start == end:
+            continue
+        state = states[slot].to(x.dtype)
+        if seq_len == end - start:
+            state = torch.zeros_like(state)
+        for t in range(start, end):
+            written = x[t] * steps[t, :, None]
+            state = state * decay[t, :, None, None] + keys[t, :, :, None] * written[:, None]
+            out[t] = torch.einsum("hnp,hn->hp", state, queries[t]) + skip[:, None] * x[t]
         states[slot] = state
     return out.to(dtype)
 

@@ -12,7 +12,7 @@ from .experts.grouped_linear import grouped_linear
 from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
-from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, silu_and_mul
+from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, relu_squared, silu_and_mul
 from .rows.gated_norm import gated_norm
 from .rows.norms import layer_norm, rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv
@@ -23,6 +23,7 @@ from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .sampling.take_parameters import take_parameters
 from .states.gated_delta import gated_delta
+from .states.mamba2_scan import mamba2_scan
 from .states.short_conv import short_conv
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step

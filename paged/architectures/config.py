@@ -60,6 +60,8 @@ class TensorNames:
     skipped_prefixes: the prefixes of tensors that are not loaded, such as other parts of the model and
         multi-token prediction.
     ignored_suffixes: the suffixes of tensors that are not parameters.
+    factors: of tensors within a layer, by the name that `in_decoder` gives them: runs of rows, each with what
+        it is multiplied by when it is read. Scales of a weight in codes are multiplied in its place.
     stacks: the stacked tensors that a checkpoint may have in place of one tensor for each expert.
     only_stacks: whether error messages name the tensors of experts by their place in a stack.
     """
@@ -69,6 +71,7 @@ class TensorNames:
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
+    factors: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     stacks: tuple[ExpertStack, ...] = ()
     only_stacks: bool = False
 

@@ -15,6 +15,8 @@ GGUF_KEY = "gguf_architecture"
 BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
 # Tensors that are read with the config: factors of rotary embeddings.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The key that has the number of layers behind the last one, which predict further tokens and are skipped.
+FURTHER_KEY = "gguf_further_layers"
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
 # Of the tokens whose type the file gives wrongly.

@@ -92,6 +92,7 @@ class StepsAhead:
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:  # the digest of a block needs its tokens
                     self._manager.register(blocks, request.token_ids, min(end - 1, request.num_tokens))
+            request.ready = False  # until the step begins: it must not be preempted for another one
             requests.append(request)
             starts.append(end - 1)
         schedule.sample_decodes(starts)

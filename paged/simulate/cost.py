@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import FeedForwardSpec, LayerSpec
+from ..architectures.spec import ExpertsSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..base.validation import check_number
 from ..model.part import ModelPart, Shard
@@ -67,9 +67,9 @@ class Portion:
 def _shard_of(layer: LayerSpec, shard: Shard) -> LayerSpec:
     """Return what a shard computes of a layer. One with experts is never divided."""
     mlp = layer.feed_forward
-    if shard.is_whole or not isinstance(mlp, FeedForwardSpec):
+    if shard.is_whole or isinstance(mlp, ExpertsSpec):
         return layer
-    own = replace(mlp, size=len(shard.share(mlp.size)))
+    own = mlp and replace(mlp, size=len(shard.share(mlp.size)))
     attention = layer.attention and shard.attention(layer.attention)
     return replace(
         layer, attention=attention, state=layer.state and shard.state(layer.state), feed_forward=own

@@ -9,7 +9,7 @@ from typing import Self
 
 from ..architectures.config import ModelConfig
 from ..architectures.layer_sizes import mixer_numbers
-from ..architectures.spec import AttentionSpec, FeedForwardSpec
+from ..architectures.spec import AttentionSpec, ExpertsSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart, Shard
@@ -92,9 +92,11 @@ class Exchanges:
         hidden = model.hidden_size
         for index in part.layers:
             layer = model.layers[index]
-            assert isinstance(layer.feed_forward, FeedForwardSpec), "experts are not divided"
+            assert not isinstance(layer.feed_forward, ExpertsSpec), "experts are not divided"
             _, attended = mixer_numbers(layer)
-            self._add(*(lacking * each for each in (attended, hidden, layer.feed_forward.size, hidden)))
+            for inner in (attended, *(part.size for part in layer.feed_forwards)):
+                if inner:  # else the layer lacks this part
+                    self._add(lacking * inner, lacking * hidden)
             if layer.attention is not None and layer.attention.qk_norm == "projection":
                 self._add(lacking * _normed_columns(layer.attention, part))
             if model.layer_inputs is not None:

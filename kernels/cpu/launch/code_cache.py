@@ -51,6 +51,7 @@ SECONDS = {
     "rows.gelu_and_mul.gelu_and_mul": 0.5,
     "rows.greedy.greedy": 0.3,
     "rows.layer_norm.layer_norm": 1.4,
+    "rows.relu_squared.relu_squared": 0.5,
     "rows.rms_norm.rms_norm": 0.9,
     "rows.rotary_store_kv.rotary_store_kv": 3.0,
     "rows.route.route": 0.7,
@@ -68,6 +69,7 @@ SECONDS = {
     "sampling.sample_tokens.sample": 3.5,
     "sampling.token_logprobs.logprobs": 0.5,
     "states.gated_delta.gated_delta": 2.0,
+    "states.mamba2_scan.mamba2_scan": 1.5,
     "states.short_conv.short_conv": 0.5,
 }
 # Of a kernel with variants: the seconds of what they share, and in how many kinds the others are divided.

@@ -149,6 +149,23 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
         gelu_by_torch(x, tanh=tanh)
 
 
+RELU_SQUARED = Task(
+    "rows.relu_squared.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+)
+
+
+relu_squared_by_torch = in_torch("relu_squared")
+
+
+@checked
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place; see `reference.relu_squared`."""
+    if has_regular_rows(x):
+        run_on_rows(RELU_SQUARED, x=x)
+    else:
+        relu_squared_by_torch(x)
+
+
 CLAMPED_SWIGLU = Task(
     "rows.clamped_swiglu.clamped_swiglu",
     ("x", "out"),

@@ -45,6 +45,8 @@ def _activation_kernel(
         x_ptr = out_ptr + row * SIZE + offs
     if ACTIVATION == "silu":
         share = sigmoid(x)
+    elif ACTIVATION == "relu_squared":
+        share = tl.where(x < 0.0, 0.0, x)  # leaves NaN as it is
     elif ACTIVATION == "gelu":
         share = 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
     elif ACTIVATION == "gelu_tanh":
@@ -112,6 +114,16 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     launch(x, None, None)
 
 
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place (So et al., Primer, 2021).
+
+    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
+    does not fit.
+    """
+    launch, _ = _relu_squareds.find(combination((x,)), x)
+    launch(x, None, None)
+
+
 @checked_as("silu_and_mul")
 def _bind_silu_and_mul(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
@@ -136,8 +148,14 @@ def _bind_gelu(x: Tensor, tanh: bool) -> tuple[BoundLaunch, tuple[int, int]]:
     return _bind("gelu_tanh" if tanh else "gelu", x, gated=False)
 
 
+@checked_as("relu_squared")
+def _bind_relu_squared(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
+    """Check the arguments. Return the launch, and the size of the output."""
+    return _bind("relu_squared", x, gated=False)
+
+
 def _bind(
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"],
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu_squared"],
     x: Tensor,
     up: Tensor | None = None,
     *,
@@ -172,3 +190,4 @@ _silu_and_muls = Launches(_bind_silu_and_mul)
 _gelu_and_muls = Launches(_bind_gelu_and_mul)
 _clamped_swiglus = Launches(_bind_clamped_swiglu)
 _gelus = Launches(_bind_gelu)
+_relu_squareds = Launches(_bind_relu_squared)
