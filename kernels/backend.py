@@ -1,300 +1,40 @@
-"""The interface that every backend implements, and the choice of one.
+"""The choice of a backend, an implementation of `operations.Kernels`.
 
 Importing this module, and loading "torch", needs no Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import torch
-from torch import Tensor
-
-from .attention_options import AttentionOptions, AttentionPlan
 from .checked import unchecked
-from .steps import Needs, StepRecorder
 
 if TYPE_CHECKING:
-    from .routing import ExpertRows, RoutingOptions
-    from .seats import TakeParameters, UnpackStep
+    from .operations import Kernels
 
 BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 
 
-class Kernels(Protocol):
-    """A backend: one implementation of every operation, and its capabilities.
-
-    The modules `gpu.backend`, `cpu.backend` and `plain.backend` implement it. `reference` defines the
-    operations, and has the shapes of their parameters.
-    """
-
-    name: str  # for messages; callers decide by the capabilities below
-    has_linear: bool  # batch-invariant kernels for linear layers, with weights in panels
-    has_coded_linear: bool  # batch-invariant kernels for weights in codes, see `codes`
-    has_grouped_linear: bool  # `grouped_linear` is one launch, which reads the offsets on the device
-    compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
-    split_keys: int  # the length from which attention may split the context of a decode
-
-    @property
-    def unpack_step(self) -> UnpackStep | None:
-        """The function that makes a step's batch on the device from one upload; None if the host
-        makes batches.
-        """
-
-    @property
-    def take_parameters(self) -> TakeParameters | None:
-        """Takes the sampling parameters of rows out of those of seats, on the device; None: not needed, as
-        the host sends those of rows.
-        """
-
-    @property
-    def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
-        """Makes a recorder of steps, from num_heads and num_kv_heads of each layer group. None: steps are not
-        recorded.
-        """
-
-    @property
-    def greedy_of_allowed(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-        """See `reference.greedy_of_allowed`. None: masking the logits first is as fast."""
-
-    def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
-        """Return the most bytes of partial results that attention allocates; they grow with the batch."""
-
-    def compile_for(self, needs: Needs, progress: Any = None) -> Callable[[], None]:
-        """Begin to compile what an engine needs before it is ready. Call the result to wait for it.
-
-        progress: see `load_kernels`.
-        """
-
-    def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `compiled` for every kernel that a launch inside this context compiles."""
-
-    def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-        """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
-
-        group: query heads that share a KV head.
-        """
-
-    def head_dims(self) -> range:
-        """Return the head dimensions that attention supports. Raises ValueError if it has no kernel for the
-        current device.
-        """
-
-    def check_cache_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if the current device cannot read a cache of this dtype."""
-
-    def take_rows(self, table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-    def rms_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        residual: Tensor | None = None,
-        *,
-        unit_offset: bool = False,
-    ) -> Tensor: ...
-
-    def rms_norm_into(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        out: Tensor,
-        *,
-        unit_offset: bool = False,
-        add: bool = False,
-    ) -> None: ...
-
-    def layer_norm(
-        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
-    ) -> Tensor: ...
-
-    def rotary_store_kv(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_cache: Tensor | None,
-        value_cache: Tensor | None,
-        slot_mapping: Tensor | None,
-        *,
-        query_norm_weight: Tensor | None = None,
-        key_norm_weight: Tensor | None = None,
-        eps: float = 1e-6,
-        unit_offset: bool = False,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
-        fixed_key_scales: Tensor | None = None,
-        fixed_value_scales: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def silu_and_mul(self, x: Tensor) -> Tensor: ...
-
-    def gelu_and_mul(self, x: Tensor, up: Tensor | None = None) -> Tensor: ...
-
-    def gelu(self, x: Tensor, *, tanh: bool) -> None: ...
-
-    def add(self, x: Tensor, out: Tensor) -> None: ...
-
-    def scale_and_cap(self, x: Tensor, factor: float, softcap: float | None = None) -> None: ...
-
-    def scale_rows(self, x: Tensor, factors: Tensor) -> None: ...
-
-    def clamped_swiglu(self, x: Tensor, limit: float, alpha: float) -> Tensor: ...
-
-    def route(
-        self,
-        logits: Tensor,
-        options: RoutingOptions,
-        correction_bias: Tensor | None = None,
-        expert_scales: Tensor | None = None,
-        count: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...
-
-    def grouped_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        offsets: Tensor,
-        sources: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Multiply the rows of each expert by the expert's weight, stored as it was loaded. For packed
-        weights, see `panels` and `codes`.
-
-        The offsets stay on the device; the launch does not depend on them.
-        """
-
-    def sum_experts(
-        self,
-        x: Tensor,
-        places: Tensor,
-        weights: Tensor,
-        shared: Tensor | None = None,
-        shared_gate: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> None: ...
-
-    def gated_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor: ...
-
-    def short_conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        states: Tensor,
-        slots: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
-        gated: bool,
-    ) -> Tensor:
-        """Convolve along time. The launch depends on the number of tokens alone, as that of `gated_delta`."""
-
-    def gated_delta(
-        self,
-        qkv: Tensor,
-        gates: Tensor,
-        rates: Tensor,
-        time_bias: Tensor,
-        states: Tensor,
-        slots: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-    ) -> Tensor: ...
-
-    def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
-
-    def plan_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        options: AttentionOptions,
-    ) -> AttentionPlan:
-        """Check the inputs of one layer, and compute what all layers of its layout share in this step."""
-
-    def paged_attention(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        options: AttentionOptions,
-        plan: AttentionPlan | None = None,
-    ) -> Tensor:
-        """Attend from each new token to the cached K and V of its sequence.
-
-        plan: from `plan_attention`, for all layers of one layout; without it one is made for this call.
-            Returns [num_tokens, num_heads, value_dim].
-        """
-
-    def apply_penalties(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        output_counts: Tensor,
-        seen: Tensor,
-        repetition_penalty: Tensor,
-        frequency_penalty: Tensor,
-        presence_penalty: Tensor,
-    ) -> None: ...
-
-    def sample_tokens(
-        self,
-        logits: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-        *,
-        temperature: Tensor,
-        min_p: Tensor | None,
-        top_n_sigma: Tensor | None,
-        typical_p: Tensor | None,
-        top_k: Tensor | None,
-        top_p: Tensor | None,
-        highest: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def mask_logits(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None: ...
-
-    def token_logprobs(
-        self, logits: Tensor, tokens: Tensor, num_top: int
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 def load_kernels(
     name: BackendName, progress: Any = None, *, checked: bool = True, ahead: bool = True
 ) -> Kernels:
-    """Return the kernels of one backend.
+    """Return the kernels of the backend with this name.
 
-    progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
-    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
-        for it. For a caller that proves its arguments, as the engine does.
-    ahead: compile all that numba compiles now. False: when asked for by `Kernels.compile_for`, or launched.
+    progress: shows what is being compiled, see `cpu.compiling.Progress`; None logs it instead.
+    checked: False leaves out the checks that `checks.TrustedContents` skips, for a caller that guarantees its
+        arguments, as the engine does.
+    ahead: whether to compile all numba kernels now. If False, they are compiled by `Kernels.compile_for` or
+        when launched.
 
-    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
-    directory to keep compiled kernels in.
+    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if there is no
+    directory for compiled kernels.
     """
     kernels = _load(name, progress, ahead)
     if checked:
         return kernels
-    return cast(Kernels, _Unchecked(kernels))
+    return cast("Kernels", _Unchecked(kernels))
 
 
 class _Unchecked:
@@ -340,7 +80,7 @@ def _numba_kernels(progress: Any, ahead: bool) -> Kernels:
 
     if ahead:
         numba_kernels.compile_ahead(progress)
-    return cast(Kernels, numba_kernels)
+    return cast("Kernels", numba_kernels)
 
 
 def _triton_kernels() -> Kernels:

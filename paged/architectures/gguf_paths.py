@@ -15,6 +15,8 @@ GGUF_KEY = "gguf_architecture"
 BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
 # Tensors that are read with the config: factors of rotary embeddings.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The key that has the number of layers behind the last one, which predict further tokens and are skipped.
+FURTHER_KEY = "gguf_further_layers"
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
 # Of the tokens whose type the file gives wrongly.
@@ -22,6 +24,8 @@ OVERRIDDEN_KEY = "gguf_overridden_tokens"
 # The key that has its pooling_type, of embeddings; and llama.cpp's numbers there, enum llama_pooling_type.
 POOLING_KEY = "gguf_pooling_type"
 GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# A file that marks a directory whose files of weights have headers alone.
+HEADERS_ALONE = "paged.headers_alone"
 SUFFIX = ".gguf"  # in small letters or capitals
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
 _MAX_PARTS = 1024
@@ -38,9 +42,7 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that are models. A model in several parts appears once, by its first
-    part.
-    """
+    """Return the names of GGUF files that are models. A model in parts appears once, by its first part."""
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 

@@ -6,13 +6,16 @@ import logging
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..base.errors import ConfigError, ResourceError
-from ..kernels.backend import BackendName, Kernels, has_numba
+from ..kernels.backend import BackendName, has_numba
 from ..options.config import EngineConfig
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +138,7 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 def check_attention(
     kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError unless the backend's attention supports these head dimensions and this KV cache
-    dtype.
-    """
+    """Raise ConfigError unless the backend's attention supports these head dimensions and this cache."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             dims = kernels.head_dims()

@@ -17,7 +17,8 @@ from ..scheduler.stats import EngineStats
 from .answer_memory import AnswerAccount
 from .async_base import STREAM_INTERVAL_S, AsyncEngine, check_interval, is_compiled_quickly
 from .engine import LLMEngine
-from .request_spec import ReportSpec, ReportTerms, RequestSpec
+from .reports import ReportSpec, ReportTerms
+from .request_spec import RequestSpec
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")
@@ -30,8 +31,9 @@ class _ExplainsMissing(ExplainsMissing, ABCMeta):
 class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     """Serves one model to coroutines, with the options of `LLMEngine`.
 
-    >>> async with AsyncLLMEngine("demo") as engine: ...     async for output in engine.generate("def add(a,
-    b):", SamplingParams(max_tokens=16)): ...         print(output.outputs[0].text)
+    >>> async with AsyncLLMEngine("demo") as engine:
+    ...     async for output in engine.generate("def add(a, b):", SamplingParams(max_tokens=16)):
+    ...         print(output.outputs[0].text)
 
     A thread owns the engine and steps it while there is work. Callers may run on several event loops and
     threads. A slow reader does not delay other readers: a new cumulative output replaces its unread one, and

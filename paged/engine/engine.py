@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..architectures.config import ModelConfig
-from ..architectures.hf_config import read_config
 from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.missing_names import ExplainsMissing
@@ -21,7 +20,7 @@ from ..base.validation import check_bool
 from ..checkpoints.model_directory import resolve
 from ..device.devices import resolve_device
 from ..options.config import EngineConfig, check_policy, options_of
-from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
+from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
@@ -38,15 +37,14 @@ from .generation import (
     generate_stream,
     progress_bar,
     prompts_of,
-    run_reports,
 )
-from .model_text import ModelText
+from .model_text import ModelText, read_model
 from .request_factory import RequestFactory
-from .request_spec import ReportTerms, RequestSpec, ids_of
+from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
-    from ..options.sampling_params import PoolingParams
+    from ..options.other_calls import BeamSearchParams, PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
@@ -117,8 +115,9 @@ def _find_draft_model(
 class LLMEngine(metaclass=ExplainsMissing):
     """Serves one model: prompts in, tokens out. `EngineConfig` describes the options.
 
-    >>> engine = LLMEngine("demo") >>> outputs = engine.generate(["def add(a, b):"],
-    SamplingParams(temperature=0, max_tokens=16)) >>> print(outputs[0].outputs[0].text)
+    >>> engine = LLMEngine("demo")
+    >>> outputs = engine.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=16))
+    >>> print(outputs[0].outputs[0].text)
 
     The methods take the arguments of vLLM's `LLM`, in the same order. Arguments without effect here, such as
     lora_request, are accepted only with values that change nothing; docs/vllm-names.md lists them.
@@ -134,8 +133,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.config = config = EngineConfig(model, **options)
         with _starting_together(config):
             self.directory = directory = resolve(config.model, config.revision)
-            self.model_config = read_config(directory)
-            self.text = text = ModelText(config, directory, self.model_config)
+            self.model_config, no_images = read_model(config, directory)
+            self.text = text = ModelText(config, directory, self.model_config, no_images)
             draft = _find_draft_model(config, self.model_config, text.tokenizer)
         self.runner = runner = _new_executor(config, self.model_config, directory, draft)
         # Also when this object is collected, and before the interpreter exits.
@@ -180,8 +179,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
-        if self.model_config.states and config.enable_prefix_caching is None:
-            logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -216,7 +213,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     def params_of(
         self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
     ) -> SamplingParams:
-        """Return SamplingParams(**given), with the engine's defaults for the other parameters.
+        """Return SamplingParams(**given), with the engine's defaults for other parameters.
 
         max_tokens: the default if generation_config.json has no max_new_tokens.
         """
@@ -225,8 +222,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     def shutdown(self) -> None:
         """End the other processes of a model over several processes. No step can run any more.
 
-        `with LLMEngine(...) as engine:` calls this at its end. Memory is freed once the engine object is
-        collected.
+        `with LLMEngine(...) as engine:` calls this at its end. Collecting the engine frees its memory.
         """
         self._end_ranks()
         self.core.dead = self.core.dead or EngineDeadError("the engine was shut down; make a new one")
@@ -401,6 +397,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         from .embedding import Embedder, EmbeddingOptions
+        from .reports import ReportTerms
+        from .run_reports import run_reports
 
         check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
@@ -464,14 +462,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         tenant: str = "",
         **vllm: Any,
     ) -> list[ScoreOutput]:
-        """Return the log-probability of each continuation of a prompt. The continuations share the prompt's
-        KV by prefix caching.
+        """Return the log-probability of each continuation of a prompt. Prefix caching shares the prompt's KV.
 
         continuations: texts or lists of token ids. Prompt and continuation are tokenized separately, the
             continuation without special tokens, so a space between them must be part of one of the two.
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .reports import ReportTerms
+        from .run_reports import run_reports
         from .scoring import ScoreSpec
 
         check_call(
@@ -503,6 +502,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from ..options.other_calls import BeamSearchParams
         from .beam_search import BeamSearch
 
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
@@ -543,8 +543,8 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of conversations, rendered by the checkpoint's chat template.
 
-        An output's `message` is the answer in OpenAI's form: content, reasoning and tool_calls, as the
-        model's format marks them. Its `text` is what the model wrote.
+        An output's `message` is the answer in OpenAI's form, with content, reasoning and tool_calls. Its
+        `text` is what the model wrote.
 
         messages: dicts with "role" and "content"; content is text or a list of {"type": "text", "text": ...}.
             Other keys, such as "tool_calls", are passed to the template.
@@ -621,9 +621,9 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         priority, timeout_s: override the fields of sampling_params. timeout_s is in seconds from now.
         tenant: the account that is charged under scheduling_policy "fair".
-        generated_token_ids: the output so far, if another engine began the request. With the other engine's
-            seed, this engine generates the tokens that the other would have generated. Deltas hold only new
-            tokens and text. Such a request has one sample and no log-probabilities.
+        generated_token_ids: the output so far, if another engine began the request. With that engine's seed,
+            the tokens are the same as there. Deltas hold only new tokens and text. Such a request has one
+            sample and no log-probabilities.
 
         All validation happens here, so this call tokenizes the prompt and compiles a grammar. Compiling a
         grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and no time if the grammar was
@@ -677,8 +677,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         outputs go to those iterators.
 
         If the step raises, no request is lost: the next call recomputes the unfinished work. Cached and
-        pinned prefixes are forgotten. Ctrl-C waits for the end of the step, and the next call returns the
-        step's outputs; a second Ctrl-C acts at once.
+        pinned prefixes are forgotten. Ctrl-C waits for the step's end, and the next call returns its outputs;
+        a second Ctrl-C acts at once.
 
         Raises EngineDeadError if the GPU or a process of the model has failed. No step can run any more, and
         `unfinished` returns the requests that are left.
@@ -687,8 +687,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return self.core.outbox.take()
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engine's service among tenants by these weights from now on. Other tenants have weight
-        1.
+        """Divide the engine's service by these weights from now on. Other tenants have weight 1.
 
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
@@ -701,8 +700,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     # Prefixes
 
     def pin_prefix(self, prompt: Prompt) -> int:
-        """Compute a prompt's KV if needed, and keep its full blocks in the cache. Return their number of
-        tokens.
+        """Compute a prompt's KV if needed, and pin its full blocks. Return their number of tokens.
 
         The blocks stay pinned until `unpin_prefix` or `reset_prefix_cache` is called, or a step raises; after
         an error the contents of blocks are unknown.
@@ -747,6 +745,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -760,6 +759,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         self._require_prefix_cache()
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
@@ -781,7 +781,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
-        if self.model_config.states:
-            raise UsageError(f"there is no prefix cache: {self.model_config.architecture} keeps states")
         if not self.block_manager.enable_prefix_caching:
-            raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")
+            option = (
+                "state_snapshots=0" if self.config.state_snapshots == 0 else "enable_prefix_caching=False"
+            )
+            raise UsageError(f"there is no prefix cache: the engine was made with {option}")

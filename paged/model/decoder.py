@@ -15,13 +15,12 @@ from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..checkpoints.stored import StoredRows
-from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
-from .layers.mlp import MLP, ManyExperts, PlainMLP
+from .layers.mlp import MLP, ManyExperts, PlainMLP, new_mlp
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding, TokenRows
 from .part import ModelPart, Shard
@@ -29,9 +28,11 @@ from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
     from .layers.states import StateLayer
+    from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -58,7 +59,14 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
+        self.index = layer
         self.mixer = _new_mixer(config, layer, kernels, part.shard)
+        # Heads with a state, which read what attention reads, and are added with it.
+        self.state_heads: StateLayer | None = None
+        if spec.attention is not None and spec.state is not None:
+            from .layers.states import new_state_layer
+
+            self.state_heads = new_state_layer(config, layer, kernels, part.shard)
         self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
         self.beside: ExpertsBeside | None = None
         if spec.experts is not None:
@@ -83,7 +91,12 @@ class DecoderLayer(Loadable):
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return the tokens' queries."""
+        if self.mixer is None:  # what the feed-forward part reads takes the place of queries
+            return add_and_norm(hidden, residual, self.before_mlp)
         hidden = add_and_norm(hidden, residual, self.before_attention)
+        if self.state_heads is not None:
+            made = self.state_heads.project(hidden, rows, batch, kv_cache)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
@@ -93,7 +106,11 @@ class DecoderLayer(Loadable):
 
         Return the tensor that is still to be added to the residual; None if there is none.
         """
+        if self.mixer is None:
+            return self._feed_forward(query, rows)
         hidden = self.mixer.attend(query, queries, kv_cache)
+        if self.mlp is None:
+            return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -108,6 +125,7 @@ class DecoderLayer(Loadable):
         return left
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        assert self.mlp is not None, "the layer has a feed-forward part"
         if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
             out: Tensor = self.mlp(hidden)
         else:
@@ -128,15 +146,18 @@ class DecoderLayer(Loadable):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
-            name = f"layer_scalar of layer {self.mixer.layer}"
+            name = f"layer_scalar of layer {self.index}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
-def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> Attention | StateLayer:
-    """Make the part of a layer in which tokens see each other."""
-    state = config.layers[layer].state
-    if state is None:
+def _new_mixer(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> Attention | StateLayer | None:
+    """Make the part of a layer in which tokens see each other; where it has both kinds, attention."""
+    if config.layers[layer].attention is not None:
         return Attention(config, layer, kernels, shard)
+    if config.layers[layer].state is None:
+        return None
     from .layers.states import new_state_layer
 
     return new_state_layer(config, layer, kernels, shard)
@@ -144,11 +165,13 @@ def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) 
 
 def _new_feed_forward(
     config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
-) -> MLP | PlainMLP | Experts:
-    """Make the feed-forward part of a layer."""
+) -> MLP | PlainMLP | Experts | None:
+    """Make the feed-forward part of a layer, if it has one."""
     spec = config.layers[layer].feed_forward
+    if spec is None:
+        return None
     if isinstance(spec, FeedForwardSpec):
-        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+        return new_mlp(config, layer, kernels, spec, shard)
     assert shard.is_whole, "experts are not divided: see check_shards"
     from .layers.experts import Experts
 
@@ -169,6 +192,7 @@ class ParallelLayer(DecoderLayer):
         """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
+        assert self.mixer is not None, "a parallel layer has attention"
         self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
@@ -236,6 +260,11 @@ class Decoder(nn.Module):
         self.embedding_factor = float(multiplier) / config.residual_multiplier
         if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
+        self.tower: Vit | None = None
+        if part.is_first and config.vision is not None:
+            from .towers.vit import Vit
+
+            self.tower = Vit(config.vision, config.hidden_size, kernels)
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
@@ -275,6 +304,8 @@ class Decoder(nn.Module):
             residual: Tensor = self.embedding(batch.token_ids)
             if self.embedding_factor != 1.0:
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
+            if batch.given is not None:
+                residual.index_copy_(0, *batch.given)
             inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
             stream = Stream(residual, None, inputs)
         rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
@@ -287,9 +318,12 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Run the first layers. Return what is left to add to the residual."""
         residual, hidden, _ = stream
-        for layer in islice(self.layers, num_layers):
+        for number, layer in enumerate(islice(self.layers, num_layers)):
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+            if number < len(batch.features):
+                assert batch.given is not None, "features are of rows with embeddings"
+                residual.index_add_(0, batch.given[0], batch.features[number])
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -356,7 +390,7 @@ class Decoder(nn.Module):
         """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
-        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        linear = [each for each in self.modules() if isinstance(each, Linear) and not each.stays_float]
         experts = [module for module in self.modules() if isinstance(module, ManyExperts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"

@@ -24,6 +24,8 @@ MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 MAX_RANKS = 1024
 DEFAULT_NUM_SEQS = 256
+DEFAULT_IMAGES = 4  # of a prompt
+MAX_IMAGES = 4096
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
 _OPTIONAL_TEXTS = {
@@ -42,6 +44,7 @@ _OPTIONAL_COUNTS = (
     "max_waiting",
     "max_queued_tokens",
     "num_threads",
+    "state_interval",
 )
 
 
@@ -52,14 +55,12 @@ class EngineConfig:
 
     model: a local directory, a GGUF file, a Hugging Face hub id, "owner/name:Q4_K_M" for a quantisation in a
         repository of GGUF files, or "demo" for the checkpoint that ships with `paged`.
-    tokenizer: a directory or hub id, for a tokenizer that is not in the model's directory or repository; None
-        takes the model's own.
+    tokenizer: a directory or hub id, for another tokenizer than the model's own; None takes the model's own.
     revision: branch, tag or commit of the model on the hub; None takes the hub's default branch.
     tokenizer_revision: branch, tag or commit of the tokenizer on the hub; None takes `revision` if the
         tokenizer is the model's own.
-    generation_config: default sampling parameters of a request that gives none: "auto" reads the checkpoint's
-        generation_config.json; "paged" (or "vllm") takes `SamplingParams()`; a directory names another
-        generation_config.json.
+    generation_config: default sampling parameters: "auto" reads the checkpoint's generation_config.json;
+        "paged" (or "vllm") takes `SamplingParams()`; a directory names another generation_config.json.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
         checkpoint's, "half" is float16, "float" is float32; a torch.dtype is accepted too. On a CPU, "auto"
         replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions.
@@ -82,21 +83,23 @@ class EngineConfig:
         gpu_memory_utilization or cpu_memory_utilization.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
-    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None takes True,
-        or False for a model with recurrent states.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so.
+    state_snapshots: for models whose layers keep states: the most states that are kept for prompts with the
+        same beginning; 0 caches no prefix. None takes as many as an eighth of the memory for blocks holds.
+    state_interval: for these models: a prompt leaves a state at each multiple of so many tokens, rounded up
+        to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a step, and
+        no fewer than have K and V as large as a state.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt requests of higher numbers; "longest-prefix-match", the request with most of its prompt
         cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
         object, for this engine alone.
     tenant_weights: for "fair", the relative share of each tenant; None takes 1 for each.
-    long_prefill_token_threshold: maximum number of prompt tokens of one request in a step; None sets no
-        limit.
+    long_prefill_token_threshold: maximum prompt tokens of one request in a step; None sets no limit.
     max_num_partial_prefills: maximum number of requests with partly computed prompts; None sets no limit.
     max_waiting: maximum number of waiting requests; more are refused. None sets no limit.
     max_queued_tokens: maximum number of tokens of all waiting requests together; a request that exceeds it is
         refused, unless no other waits. None sets no limit.
-    watermark: share of the blocks that stay free when a request is admitted, so that running requests can
-        grow.
+    watermark: share of the blocks that stay free for running requests when a request is admitted.
     preemption_mode: what happens to the KV of a preempted request: "recompute" frees it and computes it
         again, "swap" moves it to host memory (needs swap_space), "auto" takes what is estimated to be faster.
     max_preemptions: number of preemptions after which a request is not preempted again.
@@ -113,9 +116,9 @@ class EngineConfig:
         each stage about equally many bytes.
     rank_timeout_s: seconds without an answer after which a process of the model counts as hung; must be
         longer than the longest step.
-    weights_cache: on a CPU, a folder for packed weights: the first start writes them, later starts map them
-        instead of packing again. Models of less than 64 MB are not written. False turns it off; None takes
-        paged/weights in the user's cache ($XDG_CACHE_HOME). See docs/starts.md.
+    weights_cache: on a CPU, a folder for packed weights: the first start writes them, later starts map them.
+        Models under 64 MB are not written. False turns it off; None takes paged/weights in the user's cache
+        ($XDG_CACHE_HOME). See docs/starts.md.
     verify_weights_cache: before mapping packed weights, hash the checkpoint's contents instead of trusting
         the size, inode and times of its files.
     deterministic: make results batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU
@@ -125,16 +128,19 @@ class EngineConfig:
         {"model": "owner/name"}; see `SpeculativeConfig`. None guesses nothing.
     enforce_eager: neither record nor replay steps. By default, a CPU with numba records and replays small
         steps, and a GPU captures decodes as CUDA graphs.
-    cudagraph_capture_sizes: on a GPU, the numbers of requests for which decodes are captured as CUDA graphs;
-        a decode step is padded to the next of them. None takes 1, 2, 4 and the multiples of 8 up to
+    cudagraph_capture_sizes: numbers of requests for which decodes are captured as CUDA graphs on a GPU; a
+        decode step is padded to the next of them. None takes 1, 2, 4 and the multiples of 8 up to
         max_cudagraph_capture_size.
     max_cudagraph_capture_size: maximum number of requests in a CUDA graph; larger steps run without a graph.
         None takes max_num_seqs, or the largest of cudagraph_capture_sizes.
-    async_scheduling: whether the host schedules the next step while the device still computes the last one.
-        None takes True on a GPU with Triton's kernels if one process holds the model; elsewhere True is an
-        error.
-    seed: requests without a seed get one derived from this.
+    async_scheduling: whether the host schedules the next step while the device computes. None takes True on a
+        GPU with Triton's kernels if one process holds the model; elsewhere True is an error.
+    seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
+    language_model_only: load the text part of a model that sees images alone.
+    limit_mm_per_prompt: the most images of a prompt, {"image": 4} by default.
+    mm_processor_kwargs: values in place of those of preprocessor_config.json, for the keys that it may have.
+    mm_processor_cache_gb: the most memory, in GiB, of embeddings of images that are kept for later prompts.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -157,6 +163,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
     enable_prefix_caching: bool | None = None
+    state_snapshots: int | None = None
+    state_interval: int | None = None
     scheduling_policy: str | Any = "fcfs"
     tenant_weights: Mapping[str, float] | None = None
     long_prefill_token_threshold: int | None = None
@@ -183,6 +191,10 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
+    language_model_only: bool = False
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    mm_processor_cache_gb: float = 4.0
 
     def __post_init__(self) -> None:
         self._take_defaults()
@@ -203,10 +215,13 @@ class EngineConfig:
             "deterministic",
             "enforce_eager",
             "skip_tokenizer_init",
+            "language_model_only",
         ):
             check_bool(ConfigError, name, getattr(self, name))
         if self.enable_prefix_caching is not None:
             check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.state_snapshots is not None:
+            check_int(ConfigError, "state_snapshots", self.state_snapshots, 0)
         if self.async_scheduling is not None:
             check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)
@@ -226,6 +241,13 @@ class EngineConfig:
 
             check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
+        most_images(self.limit_mm_per_prompt)
+        check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
+        kwargs = self.mm_processor_kwargs
+        if kwargs is not None and not (
+            isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+        ):
+            raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -239,9 +261,7 @@ class EngineConfig:
 
     @property
     def num_seats(self) -> int:
-        """Maximum number of requests that run at once, before `max_num_seqs` None is lowered for recurrent
-        states.
-        """
+        """Maximum number of requests that run at once, unless recurrent states take too much memory."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     def _take_defaults(self) -> None:
@@ -307,10 +327,22 @@ class EngineConfig:
             )
 
 
+def most_images(limits: object) -> int:
+    """Return how many images a prompt may have. Raises ConfigError for other limits than of images."""
+    if limits is None:
+        return DEFAULT_IMAGES
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {shown(limits)}')
+    for kind, limit in limits.items():
+        if kind not in ("image", "audio", "video"):
+            raise ConfigError(f"limit_mm_per_prompt has {shown(kind)}; it takes image")
+        most = MAX_IMAGES if kind == "image" else 0
+        check_int(ConfigError, f"limit_mm_per_prompt[{kind!r}]", limit, 0, most)
+    return int(limits.get("image", DEFAULT_IMAGES))
+
+
 def options_of(config: Any) -> dict[str, Any]:
-    """Return the options with which `EngineConfig` makes this config again. Raises ConfigError if `config` is
-    not one.
-    """
+    """Return the options that `EngineConfig` needs to make this config again. Raises ConfigError."""
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"engine_args must be EngineArgs or EngineConfig, got {shown(config)}")
     return {field.name: getattr(config, field.name) for field in fields(EngineConfig)}

@@ -25,10 +25,11 @@ from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs, SamplingState
 from ..sampling.sampler import Draw, Sampler
 from ..scheduler.schedule import Schedule
+from .draft_sizes import draft_sizes
 from .load import check_kernels, load_model, new_kernels, open_model
 from .passes import compute, new_batches, new_graphs
 from .plan import IN_SEAT, ComputedPart, SeatChange
-from .sizes import Sizes, draft_sizes
+from .sizes import Sizes
 
 if TYPE_CHECKING:
     from ..sampling.seat_parameters import SeatParameters
@@ -170,7 +171,7 @@ class DraftModel:
             return None
         from .decode_graphs import new_decode_graphs
 
-        sizes = self.sizes, self.model, self._batches, self._sampler, device, self._vocab_size
+        sizes = self.sizes, self.model, self._batches, self._of_seats, device, self._vocab_size
         return new_decode_graphs(*sizes, logits=self._logits)
 
     def prepare(self, num_blocks: int) -> None:
@@ -179,7 +180,7 @@ class DraftModel:
         self.graphs = new_graphs(self.sizes, self.model)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request. It is empty if the request is too long, or its KV is incomplete."""
+        """Return a guess for each request. It is empty if the request is too long or its KV is incomplete."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
         if len(self._known) > len(requests):
@@ -280,7 +281,7 @@ class DraftModel:
         upload = self._transfers.new_upload()
         passes = [self._put(rows, number, upload) for number in range(max(1, rows[0].num))]
         upload.send()
-        self._sampler.write()
+        self._of_seats.write()
         yield from passes
 
     def _put(self, rows: list[_Row], number: int, upload: Upload) -> _Pass:

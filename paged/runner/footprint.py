@@ -15,14 +15,16 @@ from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
-from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
+from .draft_sizes import draft_sizes
+from .fit import largest_step, max_partial_bytes
 from .load import open_model
-from .memory import Memory, largest_step, max_partial_bytes
-from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
+from .memory import Memory
+from .sizes import ELEMENT_BYTES, GIB, Sizes
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..model.weights.samples import SampledWeight
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.
@@ -126,9 +128,11 @@ class Footprint:
         found = cls(sizes, memory, device, directory, kernels, model, draft)
         if not sizes.state_bytes:
             return found
-        from .states import seats_in
+        from .states import seats_in, with_snapshots
 
-        return replace(found, sizes=seats_in(sizes, found.room))
+        found = replace(found, sizes=seats_in(sizes, found.room))
+        room = None if sizes.config.num_blocks else found.kv_room
+        return replace(found, sizes=with_snapshots(found.sizes, room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options. Raises ConfigError for options that the engine refuses."""
@@ -280,7 +284,10 @@ def _bytes_of_step(sizes: Sizes, num_tokens: int, num_logits: int) -> int:
         own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = attended + layer.feed_forward.size
+            gathered = (
+                2 * attended if layer.state is not None else attended
+            )  # norms of it take its gate along
+            gathered += sum(part.size for part in layer.feed_forwards)
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = num_tokens * (widest * element + angles)
@@ -294,7 +301,9 @@ def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int
         return spec.size * (3 if spec.gated else 1)
     shared = 0 if spec.shared is None else _inner_numbers(spec.shared, hidden_size)
     # Each expert has a copy of its input and its output; logits are float32.
-    return max(shared, spec.num_chosen * (2 * hidden_size + 3 * spec.size)) + 2 * spec.num_experts
+    outer = spec.latent_size or hidden_size
+    inner = spec.num_chosen * (2 * outer + (3 if spec.gated else 1) * spec.size)
+    return max(shared, inner) + 2 * (spec.latent_size or 0) + 2 * spec.num_experts
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:

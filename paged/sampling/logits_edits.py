@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..kernels.backend import Kernels
 from ..options.sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
@@ -18,6 +17,7 @@ from .seats import DraftRow, Sampled
 from .token_history import Recount, TokenHistory
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from .row_penalties import RowPenalties
 
 IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits, request, its parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..kernels.backend import Kernels
+from ..kernels.operations import Kernels
 from .token_history import SCRATCH_SLOT, TokenHistory
 
 # That change no logit: repetition, frequency and presence.

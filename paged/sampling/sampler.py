@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
-from ..kernels.backend import Kernels
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .parameters import SentParameters, columns_of
 from .seats import Sampled
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..requests.prompt_report import TokenLogprobs
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits

@@ -81,8 +81,8 @@ class StepsAhead:
                 continue
             elif gathers and self._waits(request):
                 continue
-            if len(requests) == budget:
-                break
+            if len(requests) >= budget:
+                continue
             blocks = request.blocks
             if end > blocks.capacity:
                 if not self._preemption.make_room(request, end, schedule):
@@ -112,8 +112,9 @@ class StepsAhead:
         self._newest = schedule
 
     def end_step(self, schedule: Schedule, now: float) -> None:
-        """Subtract the tokens that the oldest step drew from its requests' pending tokens.  The step's
-        scheduled_time becomes at least the time at which the step before it ended.
+        """Subtract the tokens that the oldest step drew from its requests' pending tokens.
+
+        The step's scheduled_time becomes at least the time at which the step before it ended.
         """
         self._has_waiting.popleft()
         for request in schedule.sampled_requests:

@@ -10,9 +10,8 @@ import socket
 import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from .front_end import FrontEnd
 from .http.listener import Server
 
 NOTIFY_READY = b"READY=1"
@@ -20,7 +19,7 @@ NOTIFY_STOPPING = b"STOPPING=1"
 
 
 def notify(state: bytes) -> None:
-    """Send a state to systemd if systemd started this process and waits for it; see sd_notify(3)."""
+    """Send a state to systemd, if systemd started this process and waits for it; see sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -37,15 +36,29 @@ AT_ONCE_S = 0.5  # from the second signal to the end of the process, whatever st
 logger = logging.getLogger(__name__)
 
 
+class Drained(Protocol):
+    """What ends with a server; see `FrontEnd`."""
+
+    is_draining: bool
+    is_closed: bool
+
+    @property
+    def num_accepted(self) -> int:
+        """How many accepted requests have no whole response yet."""
+
+    def stop(self) -> None:
+        """Refuse new requests, and abort the requests in progress."""
+
+
 class Drain:
-    """Ends a server on SIGTERM and Ctrl-C, once its requests have finished. A context manager.
+    """A context manager that ends a server on SIGTERM or Ctrl-C, once its requests have finished.
 
     From the signal on, the server is not ready. New requests are accepted for `delay_s` and then refused.
-    Requests in progress may take `timeout_s` more; then they end with an error. A second signal ends all at
-    once: clients are told if that takes no longer than AT_ONCE_S.
+    Requests in progress may take another `timeout_s`; then they end with an error. A second signal ends
+    everything at once; clients are told if that is possible within AT_ONCE_S.
     """
 
-    def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:
+    def __init__(self, front: Drained, server: Server, *, delay_s: float, timeout_s: float) -> None:
         self._front = front
         self._server = server
         self._delay_s = delay_s

@@ -22,17 +22,15 @@ from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.request import derived_seed
-from .access.keys import keys_of, priorities_of, priority_of, salt_of
+from .access.keys import priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .gallery import Gallery
-from .gate import Gate
-from .http.budgets import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget, ResponseBudget
+from .http.budgets import BODY_BYTES, SEEING_BODY_BYTES
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
-from .http.streams import KeepAlive
 from .options import ServeOptions
-from .responses import Responses
+from .shared import Shared
 from .telemetry.metrics import ServerMetrics
 from .telemetry.records import CLIENT_GONE, RATE_LIMIT, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.request_log import announce
@@ -43,6 +41,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=Call)
 T = TypeVar("T")
 STOPPING = "the server is shutting down"
+LATEST_TAG = ":latest"  # which clients of Ollama add to a name
 STOPPED = "the engine has stopped; the server's log says why"
 
 
@@ -52,19 +51,22 @@ class FrontEnd:
     names: the names of the model; responses use the first.
     created: when the server started, in seconds since 1970.
     metrics: the counts behind GET /metrics.
-    observers: are told of the beginning and the end of each request.
+    observers: listeners for the beginning and the end of each request.
     body_budget: the memory for bodies of requests in progress.
     response_budget: the memory for whole responses that are being sent.
-    is_paused: whether the operator has paused the server, so that new requests are refused.
+    is_paused: whether the operator has paused the server; new requests are then refused.
     gallery: the pictures of the engines.
     drain: begins to end the server.
-    keys: the keys of the tenants; None if there are none.
+    keys: the keys of the tenants; None without a keys file.
     gate: decides which requests may use which routes.
-    is_draining: whether the server is about to end, so that it is not ready.
+    is_draining: whether the server is about to end and therefore not ready.
     is_closed: whether new requests are refused.
     is_stopping: whether the requests in progress are being ended.
-    responses: the stored responses, and those in progress.
+    responses: the stored responses, and the responses in progress.
     num_accepted: how many accepted requests have no whole response yet.
+
+    shared: what other front ends of the server have, too; by default it is made of the options. metrics: the
+    counts of earlier front ends of the model. system: the system prompt of conversations without one.
 
     Raises ConfigError for a wrong keys file.
     """
@@ -74,12 +76,16 @@ class FrontEnd:
         engine: AsyncEngine[Any],
         options: ServeOptions,
         observers: Sequence[Observer] = (),
+        *,
+        shared: Shared | None = None,
+        metrics: ServerMetrics | None = None,
+        system: str | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
-        self.metrics = ServerMetrics(
+        self.metrics = metrics or ServerMetrics(
             self.names[0],
             engine.config,
             max_model_len=engine.max_model_len,
@@ -88,12 +94,9 @@ class FrontEnd:
             num_engines=options.replicas,
         )
         self.observers = Observers(self.metrics, *observers)
-        self.keys = keys_of(
-            options.api_keys,
-            scheduling_policy=engine.config.scheduling_policy,
-            default_reservation=options.default_reservation,
-        )
-        self.gate = Gate(options.api_key, self.keys, options.admin_key)
+        shared = shared or Shared.of(options, engine.config.scheduling_policy)
+        self.keys = shared.keys
+        self.gate = shared.gate
         self.is_paused = False
         self.gallery = Gallery(engine, options.replicas, self._owners)
         self.drain: Callable[[], None] = self.stop
@@ -111,12 +114,17 @@ class FrontEnd:
                 enable_auto_tool_choice=options.enable_auto_tool_choice,
             ),
             ignore_builtin_tools=options.ignore_builtin_tools,
+            system=system,
             max_model_len=engine.max_model_len,
         )
-        self.responses = Responses(options.response_store)
-        self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * options.max_request_bytes))
-        self.response_budget = ResponseBudget()
+        self.responses = shared.responses
+        self.keep_alive = shared.keep_alive
+        self.body_budget = shared.body_budget
+        self.response_budget = shared.response_budget
+        sees_images = engine.model_config.vision is not None
+        self.max_request_bytes = options.max_request_bytes or (
+            SEEING_BODY_BYTES if sees_images else BODY_BYTES
+        )
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first
@@ -132,8 +140,10 @@ class FrontEnd:
         return self.names if allowed is None else [name for name in self.names if name in allowed]
 
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
-        """Raise HttpError if a request names another model, or one that its key does not allow."""
+        """Raise HttpError if a request names another model, or a model that its key does not allow."""
         names = self.names_for(key)
+        if name is not None and name not in names:
+            name = name.removesuffix(LATEST_TAG)
         if not names or (name is not None and name not in names):
             there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
@@ -154,9 +164,7 @@ class FrontEnd:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request that is being rendered or tokenized. Raises QueueFullError if
-        max_waiting others are.
-        """
+        """Count a request that is being prepared. Raises QueueFullError if max_waiting others are too."""
         most = self.engine.config.max_waiting
         if most is not None and self._num_preparing >= most:
             raise QueueFullError(
@@ -176,15 +184,15 @@ class FrontEnd:
         function: Callable[..., T],
         *args: Any,
     ) -> T:
-        """Call a function in a pool of threads. Raises RequestTimeoutError if the call's timeout_s passes."""
+        """Call a function in a pool of threads. Raises RequestTimeoutError after the call's timeout_s."""
         deadline = Deadline(exchange.time_left(call.timeout_s))
         running = asyncio.get_running_loop().run_in_executor(pool, function, *args)
         return await deadline.wait_for(running)
 
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
-        """Return the call that a request's body makes.
+        """Read and parse the body of a request.
 
-        Raises RequestError or a similar error if the body is wrong, EngineDeadError if no request can be
+        Raises an error such as RequestError if the body is wrong, and EngineDeadError if no request can be
         served.
         """
         self.check_serving()
@@ -199,6 +207,7 @@ class FrontEnd:
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
+        call.load_s = exchange.load_s
         self.check_model(call.model, exchange.key)
         if call.is_queued:
             self._check_queue()
@@ -209,9 +218,9 @@ class FrontEnd:
         return call
 
     async def reload_keys(self) -> int:
-        """Read the keys file again. Return how many keys it has.
+        """Read the keys file again. Return the number of keys.
 
-        Raises ConfigError naming the line; the earlier keys then stay in force.
+        Raises ConfigError naming a wrong line; the earlier keys then stay in force.
         """
         if self.keys is None:
             raise ConfigError("this server has no keys file; start it with --api-keys")
@@ -271,9 +280,9 @@ class FrontEnd:
         call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
 
     def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
-        """Return a callback that accepts an engine request once its prompt is known, and reserves its tokens.
+        """Return a callback that accepts an engine request and reserves its tokens, once its prompt is known.
 
-        params: None generates nothing.
+        params: the sampling parameters; None if the request generates no tokens.
         """
         record = exchange.record
         admission = exchange.admission
@@ -300,9 +309,9 @@ class FrontEnd:
     ) -> RequestRecord:
         """Begin the record of a request whose body was accepted.
 
-        engine_ids: the ids of its engine requests.
+        engine_ids: the ids of the engine requests that it makes.
 
-        Raises RequestError or RateLimitError for more sequences than its key allows.
+        Raises RequestError or RateLimitError for more sequences than the key allows.
         """
         if exchange.admission is not None:
             num_samples = 1 if params is None else params.num_samples
@@ -329,7 +338,7 @@ class FrontEnd:
         return record
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
-        """End the record of a request. Count a request that has no record."""
+        """End the record of a request. A request without a record is only counted."""
         self.num_accepted -= exchange.is_accepted
         self._give_back(exchange, status)
         limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
@@ -364,25 +373,25 @@ class FrontEnd:
         )
 
     def identity_of(self, exchange: Exchange, call: Call) -> str:
-        """Return the id of the response, from which seeds are derived: the body's own, or a unique one.
+        """Return the id of the response: the id in the body, or a unique one. Seeds are derived from it.
 
-        It begins with the request's own id, which another request may have, too.
+        A unique id begins with the HTTP request's id, which other requests may have too.
         """
         return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
 
     def engine_id_of(self, call: Call, identity: str) -> str:
-        """Return a unique id for the engine's request, as clients may use the same id twice."""
+        """Return a unique id for the engine request, since clients may use the same id twice."""
         return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
     def engine_ids_of(self, call: Call, identity: str, num: int) -> list[str]:
-        """Return unique ids for `num` requests of the engine."""
+        """Return unique ids for `num` engine requests."""
         engine_id = self.engine_id_of(call, identity)
         return [f"{engine_id}-{i}" for i in range(num)]
 
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.
 
-        It is chosen here, so that the request can be repeated by another engine.
+        The front end chooses the seed, so that another engine can repeat the request.
         """
         return derived_seed(self.engine.config.seed, request_id) & MAX_SEED
 
@@ -397,16 +406,20 @@ class FrontEnd:
 
     @property
     def open_records(self) -> list[RequestRecord]:
-        """The records of the requests that are being answered, the oldest first."""
+        """The records of the requests that are being answered, oldest first."""
         return [*self._open]
 
     async def end_requests(self, request_id: str) -> int:
-        """Abort the requests with this id, which then get an error. Return how many there were."""
+        """Abort the requests with this id; they get an error. Return how many there were."""
         found = [record for record in self._open if record.request_id == request_id]
         for record in found:
-            record.is_ended = True  # those that the engine has not got yet
-            await self.engine.abort(record.engine_ids)
+            await self.end_record(record)
         return len(found)
+
+    async def end_record(self, record: RequestRecord) -> None:
+        """Abort a request, which then gets an error."""
+        record.is_ended = True  # what the engine has not got yet
+        await self.engine.abort(record.engine_ids)
 
     def stop(self) -> None:
         """Refuse new requests, and abort the requests in progress."""
@@ -418,7 +431,7 @@ class FrontEnd:
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
 
     async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
-        """Return the response for an error."""
+        """Return the response that reports an error."""
         seconds = 1  # where no queue has to move
         if isinstance(error, QueueFullError):
             seconds = self._rate.seconds_for(max(1, await self._num_waiting()))

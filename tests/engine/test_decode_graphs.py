@@ -14,8 +14,8 @@ from paged.base.errors import ConfigError, ResourceError
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs
+from paged.runner.fit import num_blocks_that_fit
 from paged.runner.graph_memory import capture_sizes
-from paged.runner.memory import num_blocks_that_fit
 from tests import graphs
 from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled

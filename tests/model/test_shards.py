@@ -14,7 +14,8 @@ from paged.architectures.hf_config import read_config
 from paged.checkpoints.open_file import OpenFile
 from paged.kernels.panels import can_pair, pack, pack_bf12
 from paged.model.cache.shares import cut_blocks, join_blocks
-from paged.model.part import ModelPart, Shard, check_shards
+from paged.model.division import check_shards
+from paged.model.part import ModelPart, Shard
 from tests.checkpoints.test_quantised_checkpoints import MODELS
 from tests.support.checkpoints import (
     CONFIGS,
@@ -66,6 +67,10 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_5", 2, {}),
     ("qwen3_5", 4, BF16),  # two shards have the same key head
     ("lfm2", 2, {**SWAP, **INT8}),
+    ("nemotron_h", 2, {}),
+    ("nemotron_h", 4, BF16),  # the groups of norms are of heads of two shards
+    ("falcon_h1-norm", 2, {**SWAP, **INT8}),
+    ("granitemoehybrid-dense", 4, {}),
     ("gpt2", 2, {}),
     ("gpt2-unscaled", 4, {**BF16, **INT8}),
     ("gpt_neox", 4, {}),

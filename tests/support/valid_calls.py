@@ -13,10 +13,11 @@ from torch import Tensor
 
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
-from paged.kernels.backend import BackendName, Kernels, load_kernels
+from paged.kernels.backend import BackendName, load_kernels
+from paged.kernels.operations import Kernels
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from tests.support.coded_weights import CODES, random_coded
-from tests.support.kernel_cases import quantized, ragged_case
+from tests.support.kernel_cases import last_keys_of, quantized, ragged_case
 
 TENSORS_OF_ATTENTION = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q",
@@ -247,8 +248,18 @@ def _gated_norm(kernels: Kernels, generator: random.Random) -> Call:
         "weight": torch.randn(size).to(dtype),
         "gate": torch.randn(num_tokens, num_heads * size).to(dtype),
         "eps": 1e-5,
+        "gate_first": generator.random() < 0.5,
     }
-    return Call("gated_norm", kernels.gated_norm, arguments, expected=reference.gated_norm)
+    if generator.random() < 0.5:
+        arguments["weight"] = torch.randn(num_heads * size).to(dtype)
+    return Call(
+        "gated_norm", kernels.gated_norm, arguments, optional=("weight",), expected=reference.gated_norm
+    )
+
+
+def _relu_squared(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    return Call("relu_squared", kernels.relu_squared, {"x": x}, ("x",), expected=reference.relu_squared)
 
 
 def _sequences(generator: random.Random) -> tuple[dict[str, Any], int]:
@@ -310,6 +321,32 @@ def _gated_delta(kernels: Kernels, generator: random.Random) -> Call:
     )
 
 
+def _mamba2_scan(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_groups = _dtype(generator), generator.randint(1, 2)
+    num_heads, state_dim, head_dim = num_groups * generator.randint(1, 2), 8, generator.choice([5, 16])
+    sequences, num_tokens = _sequences(generator)
+    columns = num_heads * head_dim + 2 * num_groups * state_dim
+    arguments = {
+        "x": torch.randn(num_tokens, columns).to(dtype),
+        "time_steps": torch.randn(num_tokens, num_heads).to(dtype),
+        "rates": -torch.rand(num_heads),
+        "time_bias": torch.randn(num_heads),
+        "skip": torch.randn(num_heads),
+        "states": torch.randn(4, num_heads, state_dim, head_dim),
+        **sequences,
+        "limits": generator.choice([(0.0, float("inf")), (0.5, 1.0)]),
+    }
+    return Call(
+        "mamba2_scan",
+        kernels.mamba2_scan,
+        arguments,
+        ("states",),
+        indices={"slots": 4},
+        distinct=("slots",),
+        expected=reference.mamba2_scan,
+    )
+
+
 def _rotary_store_kv(kernels: Kernels, generator: random.Random) -> Call:
     dtype, num_tokens, num_kv_heads = _dtype(generator), generator.randint(1, 4), generator.randint(1, 2)
     num_heads, dim, size = num_kv_heads * generator.randint(1, 2), generator.choice([16, 32]), 8
@@ -364,7 +401,7 @@ def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
 
 def _attention(kernels: Kernels, generator: random.Random) -> Call:
     seq_lens = [generator.randint(1, 40) for _ in range(generator.randint(1, 3))]
-    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special"])
+    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special", "spans"])
     query_lens = [generator.randint(0, min(n, 5)) for n in seq_lens]
     num_kv_heads = generator.randint(1, 2)
     case = ragged_case(
@@ -384,10 +421,12 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
         case = quantized(case, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     elif kind == "special":
         case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
+    elif kind == "spans":
+        case["last_keys"] = last_keys_of(seq_lens, query_lens, generator)
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "softcap", "sliding_window")
+    optional = ("sinks", "softcap", "sliding_window", "last_keys")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)
@@ -509,6 +548,7 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
     _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
     _grouped_linear, _sum_experts, _scale_by_sigmoid, _gated_norm, _short_conv, _gated_delta,
+    _mamba2_scan, _relu_squared,
 ]  # fmt: skip
 
 

@@ -10,10 +10,8 @@ A process claims a kernel before it compiles it. The others go on to kernels tha
 the file of this one later.
 """
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,13 +22,9 @@ from ..target import (
     cached_file,
     directories,
     is_trusted,
-    writable_directory,
-    write_cached,
 )
 
-_DIGEST_BYTES = 32
-# Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
-_MOST_OTHERS = 3
+DIGEST_BYTES = 32
 # All kernels, and the seconds that each took on one core of Zen 4. Those of AMX are compiled where it is.
 SECONDS = {
     "attention.kernel.attend": 14.7,
@@ -51,6 +45,7 @@ SECONDS = {
     "rows.gelu_and_mul.gelu_and_mul": 0.5,
     "rows.greedy.greedy": 0.3,
     "rows.layer_norm.layer_norm": 1.4,
+    "rows.relu_squared.relu_squared": 0.5,
     "rows.rms_norm.rms_norm": 0.9,
     "rows.rotary_store_kv.rotary_store_kv": 3.0,
     "rows.route.route": 0.7,
@@ -68,6 +63,7 @@ SECONDS = {
     "sampling.sample_tokens.sample": 3.5,
     "sampling.token_logprobs.logprobs": 0.5,
     "states.gated_delta.gated_delta": 2.0,
+    "states.mamba2_scan.mamba2_scan": 1.5,
     "states.short_conv.short_conv": 0.5,
 }
 # Of a kernel with variants: the seconds of what they share, and in how many kinds the others are divided.
@@ -98,102 +94,48 @@ def _source() -> bytes:
 _SOURCE = sha256(_source()).hexdigest()[:16]
 
 
-def _file_name(name: str, source: str = _SOURCE) -> str:
+def file_name(name: str, source: str = _SOURCE) -> str:
     return f"{name}-{TARGET.setting}-{source}.o"
 
 
 def directory_of(name: str) -> Path | None:
-    """Return the directory that has a file for this kernel, or None. `find` tells whether it is intact."""
+    """Return the cache directory with a file for this kernel; None if there is none. `find` checks it."""
     for place in directories():
         with suppress(OSError):
-            if is_trusted(place, (place / _file_name(name)).stat()):
+            if is_trusted(place, (place / file_name(name)).stat()):
                 return place
     return None
 
 
 def find(name: str) -> tuple[str, bytes] | None:
-    """Return the symbol of a kernel and its object code, if they are in the cache."""
-    found = cached_file(_file_name(name)) or b""
-    digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    """Return the symbol of a kernel and its object code; None if they are not in the cache."""
+    found = cached_file(file_name(name)) or b""
+    digest, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
     if sha256(data).digest() != digest:
         return None
     symbol, _, code = data.partition(b"\0")
     return symbol.decode(), code
 
 
-def keep(name: str, code: tuple[str, bytes]) -> None:
-    """Write a kernel to the cache, and delete old ones from other sources. Raises ImportError."""
-    data = code[0].encode() + b"\0" + code[1]
-    place = writable_directory()
-    try:
-        write_cached(place, _file_name(name), sha256(data).digest() + data)
-        files = sorted(place.glob(_file_name(name, "*")), key=_age)
-        for old in files[1 + _MOST_OTHERS :]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise ImportError(f"compiled kernels cannot be kept in {place}: {error.strerror}") from error
-
-
-def _age(file: Path) -> float:
-    """Return a number that is larger for older files."""
-    try:
-        return -file.stat().st_mtime
-    except OSError:  # another process has deleted it
-        return 0.0
-
-
-@contextmanager
-def claimed(name: str) -> Iterator[bool]:
-    """Try to claim a kernel for compilation. Yield whether this process got the claim rather than another
-    one.
-
-    The system releases the claim when the process ends, however that happens.
-    """
-    file = writable_directory() / f"{name}-{TARGET.setting}.lock"
-    with file.open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:  # a file system without locks: at worst some kernels are compiled twice
-            yield True
-            return
-        if not _is_at(file, lock.fileno()):  # deleted between opening and locking it, so others cannot see it
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            file.unlink(missing_ok=True)
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
-    except OSError:
-        return False
-
-
 def variant(kernel: str, kinds: Iterable[int] | None) -> str:
-    """Return the name of a kernel that is compiled for these kinds; None: for all."""
+    """Return the name of a kernel's variant that is compiled only for these kinds; None for all kinds."""
     return kernel if kinds is None else f"{kernel}+{'-'.join(map(str, sorted(kinds)))}"
 
 
 def parts(name: str) -> tuple[str, frozenset[int] | None]:
-    """Return a kernel's own name, and the kinds that the name has; None: all."""
+    """Split a name into the kernel's own name and the kinds of its variant; None stands for all kinds."""
     kernel, _, kinds = name.partition("+")
     return kernel, frozenset(map(int, kinds.split("-"))) if kinds else None
 
 
 def holder_of(name: str) -> str | None:
-    """Return what the cache has in place of a variant, or of a kernel: itself, or one for more kinds."""
+    """Return the name of a cached kernel or variant that can stand in for `name`; None if there is none."""
     kernel, kinds = parts(name)
     if directory_of(kernel) is not None:
         return kernel
     if kinds is None:
         return None
-    end = _file_name("")
+    end = file_name("")
     for place in directories():
         for file in sorted(place.glob(f"{kernel}+*{end}")):
             other = file.name.removesuffix(end)
@@ -204,13 +146,13 @@ def holder_of(name: str) -> str | None:
 
 
 def missing_kernels(names: Iterable[str] | None = None) -> list[str]:
-    """Return which of these, by default of all kernels, the cache lacks; those that take longest first."""
+    """Return the kernels among `names` (by default all) that the cache lacks, slowest to compile first."""
     missing = [name for name in (SECONDS if names is None else names) if holder_of(name) is None]
     return sorted(missing, key=seconds_of, reverse=True)
 
 
 def seconds_of(name: str) -> float:
-    """Return the seconds that a kernel or a variant takes."""
+    """Return the seconds that compiling a kernel or a variant takes."""
     kernel, kinds = parts(name)
     whole = SECONDS.get(kernel, 0.5)
     if kinds is None:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Layer(NamedTuple):
-    """What a layer's shapes and options fix at compile time. A feature that is off leaves no instruction."""
+    """The properties of a layer that are fixed at compile time. A feature that is off costs nothing."""
 
     stride_query_token: int
     stride_query_head: int
@@ -29,6 +29,7 @@ class Layer(NamedTuple):
     WINDOW: int  # 0: none
     SOFTCAP: bool
     SINKS: bool
+    LAST_KEYS: bool  # tokens may see later ones
     QUANTIZED: bool
     VALUE_IN_KEY: bool  # values are the first dimensions of the keys
     DOT_DTYPE: tl.dtype  # of queries times keys
@@ -36,7 +37,7 @@ class Layer(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where a program finds K and V."""
+    """Where a program reads K and V."""
 
     key_desc: Any  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM] by boxes of a tile, or None: by pointers
     value_desc: Any
@@ -55,10 +56,11 @@ class Rows(NamedTuple):
     token: Any  # i64[BLOCK_M]
     mask: Any  # [BLOCK_M]
     query_pos: Any  # [BLOCK_M]
+    last_key: Any  # [BLOCK_M], the last position that the row sees
 
 
 class KeyRange(NamedTuple):
-    """The keys that a program reads: those of [key_low, end) in the tiles that cover [start, end)."""
+    """The keys that a program reads: keys in [key_low, end), in the tiles that cover [start, end)."""
 
     start: Any
     end: Any
@@ -68,7 +70,7 @@ class KeyRange(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Factors of scores."""
+    """The factors by which scores are multiplied."""
 
     score_scale: Any
     exp_scale: Any  # from scores to powers of two
@@ -104,6 +106,7 @@ def _attend_tiles(
     query,  # [BLOCK_M, BLOCK_D]
     query_rest,  # [BLOCK_M, BLOCK_R], the dimensions from BLOCK_D on
     query_pos,  # [BLOCK_M]
+    last_key,  # [BLOCK_M]
     cache,  # Cache
     keys,  # KeyRange
     start,
@@ -176,7 +179,7 @@ def _attend_tiles(
             )  # 2 log2(e)
             scores = scales.softcap - scales.softcap * capped
         if MASKED:
-            seen = mask_t[None, :] & (offs_t[None, :] <= query_pos[:, None])
+            seen = mask_t[None, :] & (offs_t[None, :] <= last_key[:, None])
             if layer.WINDOW > 0:
                 seen = seen & (offs_t[None, :] > query_pos[:, None] - layer.WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -208,7 +211,7 @@ def attend_rows(
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
-    """Attend from rows of queries: acc [BLOCK_M, BLOCK_V], not normalised, row_max and row_sum."""
+    """Attend from rows of queries. Return unnormalised outputs [BLOCK_M, BLOCK_V], row_max and row_sum."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M  # Triton 3.6 takes no field as the size of a tl.zeros
     BLOCK_V: tl.constexpr = layer.BLOCK_V
     offs_d = tl.arange(0, layer.BLOCK_D)
@@ -258,7 +261,7 @@ def attend_rows(
         low = keys.start if part == 0 else full_start if part == 1 else tl.maximum(full_start, full_end)
         high = tl.minimum(full_start, keys.end) if part == 0 else full_end if part == 1 else keys.end
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, query, query_rest, rows.query_pos, cache, keys, low, high, scales,
-            part != 1, layer, tiles,
+            acc, row_max, row_sum, query, query_rest, rows.query_pos, rows.last_key, cache, keys, low, high,
+            scales, part != 1, layer, tiles,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -39,9 +39,9 @@ def family_of(architecture: str) -> Family:
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", "llama", "Llama 1 to 3, TinyLlama, SmolLM 1 and 2"),
-    "MistralForCausalLM": Architecture("mistral", "llama", "Mistral 7B, NeMo and Small 2409 to 2501"),
-    "MinistralForCausalLM": Architecture("ministral", "llama", "Ministral 8B 2410"),
-    "Ministral3ForCausalLM": Architecture("ministral3", "llama", "Ministral 3 (text alone)"),
+    "MistralForCausalLM": Architecture("mistral", "mistral", "Mistral 7B, NeMo and Small 2409 to 2501"),
+    "MinistralForCausalLM": Architecture("ministral", "mistral", "Ministral 8B 2410"),
+    "Ministral3ForCausalLM": Architecture("ministral3", "mistral", "Ministral 3 (text alone)"),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen", "Qwen 2, Qwen 2.5"),
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "moe", "Qwen 1.5 MoE, Qwen 2 MoE"),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "moe", "Qwen 3 MoE (30B-A3B, 235B-A22B)"),
@@ -51,6 +51,9 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": Architecture("qwen3_5_moe_text", "hybrids", "Qwen 3.5 MoE (text alone)"),
     "Lfm2ForCausalLM": Architecture("lfm2", "hybrids", "LFM2, LFM2.5"),
     "Lfm2MoeForCausalLM": Architecture("lfm2_moe", "hybrids", "LFM2 8B-A1B, 24B-A2B"),
+    "NemotronHForCausalLM": Architecture("nemotron_h", "mamba", "Nemotron-H, Nemotron Nano 2, Nemotron 3"),
+    "GraniteMoeHybridForCausalLM": Architecture("granitemoehybrid", "mamba", "Granite 4"),
+    "FalconH1ForCausalLM": Architecture("falcon_h1", "mamba", "Falcon-H1"),
     "MixtralForCausalLM": Architecture("mixtral", "moe", "Mixtral 8x7B, 8x22B"),
     "OlmoeForCausalLM": Architecture("olmoe", "moe", "OLMoE"),
     "GptOssForCausalLM": Architecture("gpt_oss", "moe", "gpt-oss 20B, 120B"),

@@ -29,6 +29,7 @@ SEND_BUFFER_BYTES = 2**18
 # Files beside the connections: of the engine processes, of workers, of libraries, and some that end.
 NUM_OTHER_FILES = 64
 MOST_BY_DEFAULT = 8192
+OLLAMA_PORT = 11434
 METRICS_CONNECTIONS = 16  # to --metrics-port
 
 
@@ -36,15 +37,17 @@ class Listeners(NamedTuple):
     """The sockets of a server.
 
     metrics: the socket of --metrics-port; None without that option.
+    ollama: the socket at Ollama's port; None without --api ollama.
     """
 
     main: socket.socket
     metrics: socket.socket | None
+    ollama: socket.socket | None = None
 
 
 @contextlib.contextmanager
 def bind_all(options: ServeOptions) -> Iterator[Listeners]:
-    """Yield the sockets of a server, which are closed at the end. Raises ResourceError as `bind`."""
+    """Yield the sockets of a server; close them at the end. Raises ResourceError as `bind` does."""
     with contextlib.ExitStack() as stack:
         main = stack.enter_context(bind(options))
         if options.uds is not None:
@@ -52,7 +55,10 @@ def bind_all(options: ServeOptions) -> Iterator[Listeners]:
         metrics = None
         if options.metrics_port is not None:
             metrics = stack.enter_context(_bound(options.host, options.metrics_port, "--metrics-port"))
-        yield Listeners(main, metrics)
+        ollama = None
+        if "ollama" in options.api:
+            ollama = stack.enter_context(_bound_to_ollama(options.host))
+        yield Listeners(main, metrics, ollama)
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -64,6 +70,14 @@ def bind(options: ServeOptions) -> socket.socket:
         return _bound(options.host, options.port, "--port")
     with _explained(options.uds, "another --uds"):
         return _bind_path(options.uds)
+
+
+@contextlib.contextmanager
+def _bound_to_ollama(host: str) -> Iterator[socket.socket]:
+    with _explained(f"{host}:{OLLAMA_PORT}", "--api ollama away, or end that one, which may be Ollama"):
+        listener = _bind_port(host, OLLAMA_PORT)
+    with listener:
+        yield listener
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:
@@ -131,17 +145,16 @@ def _is_left_over(path: str) -> bool:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system allows, because each connection is an open file."""
+    """Raise the limit of open files as far as the system allows, since each connection is an open file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connection_limit(wanted: int | None) -> int:
-    """Return the limit of connections: the wanted number; by default, as many as the limit of open files
-    allows.
+    """Return the limit of connections: `wanted`, or by default as many as open files allow.
 
-    Raises ResourceError if more are wanted.
+    Raises ResourceError if `wanted` is more than open files allow.
     """
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = num_files == resource.RLIM_INFINITY
@@ -157,30 +170,31 @@ def connection_limit(wanted: int | None) -> int:
 
 
 def url_of(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the URL that the server is reached at; `unix:` and the path for a Unix socket."""
+    """Return the URL of the server; for a Unix socket, `unix:` and its path."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     return f"{port_url(options, listener)}{options.root_path or ''}"
 
 
 def port_url(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the URL of the host and port that a socket listens on, without the root path."""
+    """Return the URL of the host and port on which a socket listens, without the root path."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop of the kind that serves."""
+    """Return a new event loop of the type that the server uses."""
     return uvloop.new_event_loop()
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server with our own connections. `Drain` handles the signals.
+    """Uvicorn's server with our own connection class. `Drain` handles signals.
 
-    on_start: called when the server listens.
+    on_start: called once the server listens.
     on_refusal: called for requests that do not reach the application; see `Connection`.
     metrics_app: answers the requests to --metrics-port.
+    ollama_app: answers the requests to Ollama's port.
     """
 
     def __init__(
@@ -191,6 +205,7 @@ class Server(uvicorn.Server):
         on_start: Callable[[], None],
         on_refusal: OnRefusal,
         metrics_app: ASGIApp | None = None,
+        ollama_app: ASGIApp | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -222,23 +237,28 @@ class Server(uvicorn.Server):
             connections=self.server_state.connections,
             tasks=self.server_state.tasks,
         )
-        self._contexts = [self._context]
+        self._contexts: list[ConnectionContext | None] = [self._context, None, None]
         if metrics_app is not None:
             most = METRICS_CONNECTIONS
             context = replace(self._context, app=metrics_app, root_path="", max_connections=most)
-            self._contexts.append(context)
+            self._contexts[1] = context
+        if ollama_app is not None:
+            self._contexts[2] = replace(self._context, app=ollama_app, root_path="")
+        self._sockets: Listeners | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the handlers of signals as they are."""
+        """Do nothing: signal handlers stay as they are."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         assert sockets is not None
+        assert self._sockets is not None
         acceptors = [
             Acceptor(each, context, self.config.ssl)
-            for each, context in zip(sockets, self._contexts, strict=False)
+            for each, context in zip(self._sockets, self._contexts, strict=True)
+            if each is not None and context is not None
         ]
         self.servers = [*acceptors]  # type: ignore[list-item]
         for acceptor in acceptors:
@@ -246,13 +266,19 @@ class Server(uvicorn.Server):
         self.started = True
         self._on_start()
 
-    async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
-        """Serve until `stop` is called. Raises ResourceError if the address was taken meanwhile.
+    async def listen(
+        self,
+        listener: socket.socket,
+        metrics: socket.socket | None = None,
+        ollama: socket.socket | None = None,
+    ) -> None:
+        """Serve until `stop` is called. Raises ResourceError if the address has been taken meanwhile.
 
-        metrics: the socket of --metrics-port.
+        metrics: the socket of --metrics-port. ollama: the one at Ollama's port.
         """
+        self._sockets = Listeners(listener, metrics, ollama)
         try:
-            await self.serve([listener] if metrics is None else [listener, metrics])
+            await self.serve([each for each in self._sockets if each is not None])
         except OSError as error:
             if self.started or error.errno != errno.EADDRINUSE:
                 raise
@@ -263,6 +289,6 @@ class Server(uvicorn.Server):
             ) from None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop accepting connections. End once all responses are sent, or at once."""
+        """Stop accepting connections. End once all responses are sent, or at once with `at_once`."""
         self.should_exit = True
         self.force_exit = at_once

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.validation import shown
-from ...protocol.endpoints import POST_END, POST_REPLICAS
+from ...protocol.endpoints import POST_END, POST_LOAD, POST_REPLICAS, POST_UNLOAD
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
@@ -18,7 +18,7 @@ MOST_DIGITS = 6  # of a number in a path
 
 
 class RequestsRoute:
-    """Lists the requests in progress, the oldest first, without prompts and answers."""
+    """Lists the requests in progress, oldest first, without prompts and answers."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -61,7 +61,7 @@ class EndRoute:
 
 
 class ReplicasRoute:
-    """Adds or removes engine processes. The response comes when that is done; 400 if it is impossible."""
+    """Adds or removes engine processes. The response is sent when this is done; 400 if it is impossible."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -79,7 +79,7 @@ class ReplicasRoute:
 
 
 class PauseRoute:
-    """Refuses new requests until they are resumed."""
+    """Pauses the server: new requests are refused until it is resumed."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -101,7 +101,7 @@ class ResumeRoute:
 
 
 class DrainRoute:
-    """Ends the server once the response is sent."""
+    """Ends the server after the response is sent."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -123,7 +123,7 @@ class ResetPrefixCacheRoute:
 
 
 class ReloadKeysRoute:
-    """Reads the keys file again. If it is wrong, the response is 400 and the earlier keys stay in force."""
+    """Reads the keys file again. If it is wrong, the status is 400 and the earlier keys stay in force."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -134,3 +134,19 @@ class ReloadKeysRoute:
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
         await exchange.respond_json(200, {"keys": num})
+
+
+class OneModelRoute:
+    """Refuses to load or unload the model of a server that has one."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        verb = exchange.route.rpartition("/")[2]
+        exchange.route = (POST_LOAD if verb == "load" else POST_UNLOAD).path
+        raise HttpError(
+            400,
+            f"this server has one model, {self._front.names[0]!r}, which stays loaded; one with several "
+            f"names or --models can {verb} them",
+        )

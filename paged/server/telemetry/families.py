@@ -38,12 +38,12 @@ REQUEST_SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """A metric.
+    """One metric at /metrics.
 
-    name: the name without prefix, and without the suffix _total that counters get.
-    labels: the names of its labels in order.
-    read: returns its value from an engine's statistics; None if the front end counts it itself.
-    bounds: the bounds of a histogram; None for lengths in tokens, whose bounds follow max_model_len.
+    name: the name without prefix, and without the suffix _total of counters.
+    labels: the names of the metric's labels, in order.
+    read: returns the value from an engine's statistics; None if the front end itself counts it.
+    bounds: the bounds of a histogram; None for lengths in tokens, which have bounds up to max_model_len.
     """
 
     name: str
@@ -94,6 +94,12 @@ STATES = (
         lambda s: s.waste,
     ),
     _gauge(
+        "state_snapshots",
+        "Snapshots of states for prefixes: those that are kept, and the most that may be.",
+        lambda s: {"kept": s.num_snapshots, "most": s.max_snapshots},
+        "kind",
+    ),
+    _gauge(
         "batch_utilization_perc",
         "Running requests over max_num_seqs, 0 to 1.",
         lambda s: s.num_running / s.max_num_seqs,
@@ -119,6 +125,11 @@ STATES = (
 TOTALS = (
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),
     _counter("prefix_cache_hits", "Tokens found in the prefix cache.", lambda s: s.num_cached_tokens),
+    _counter(
+        "prefix_cache_cut",
+        "Tokens whose blocks were cached, but computed again without a snapshot of states behind them.",
+        lambda s: s.num_cut_tokens,
+    ),
     _counter(
         "num_preemptions", "Preemptions.", lambda s: s.num_recompute_preemptions + s.num_swap_preemptions
     ),
@@ -274,7 +285,7 @@ METRIC_FAMILIES = STATES + TOTALS + REQUESTS + SERVER
 
 
 def length_bounds(longest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, … up to the longest length, the bounds that vLLM takes."""
+    """Return the bounds 1, 2, 5, 10, 20, 50, … up to the longest length, as in vLLM."""
     bounds = list[float]()
     scale = 1
     while scale <= longest:

@@ -14,7 +14,7 @@ from ...attention.paged_attention import TILE, TILE_BYTES
 from ...formats import FLOAT32
 from ...target import LANES, VECTOR_BYTES
 from ..simd.gather import copy_row, fetch_rows, highest_of_rows, totals_of_rows
-from ..simd.memory import get_float, load, load_up_to, set_float, store, store_narrow, store_some_as
+from ..simd.memory import get_float, get_int, load, load_up_to, set_float, store, store_narrow, store_some_as
 from ..simd.vectors import (
     add,
     exp2,
@@ -41,7 +41,7 @@ _LOG2E = np.float32(1.4426950408889634)
 
 
 class KeyTile(NamedTuple):
-    """Up to TILE neighbouring keys of a sequence, from index `skip` to `end`."""
+    """Up to TILE consecutive keys of a sequence, from index `skip` to `end`."""
 
     start: int  # position of the tile's first place, a multiple of TILE
     skip: int
@@ -50,7 +50,7 @@ class KeyTile(NamedTuple):
 
 
 class State(NamedTuple):
-    """The softmax state of some rows: addresses of one number, or of num_vectors vectors, for each row."""
+    """The softmax state of some rows: the addresses of one number, or of num_vectors vectors, per row."""
 
     scores: int  # TILE of each row, which become weights
     maxima: int
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """Prefetches K and V of the next key tile during softmax, when memory is idle."""
+    """Addresses of the next key tile's K and V, to be prefetched during softmax, while memory is idle."""
 
     addresses: int  # of their K, and TILE places further on of their V
     num_tokens: int
@@ -71,6 +71,20 @@ class Prefetch(NamedTuple):
     key_bytes: int
     value_offset: int
     value_bytes: int
+
+
+@function
+def end_of_keys(last_keys, position, first, end):
+    """Return the position behind the last key that one of a unit's tokens [first, end) sees.
+
+    last_keys: the address of the last position that each token of the unit sees; 0: its own.
+    position: that of the unit's first token.
+    """
+    behind = position + end
+    if last_keys:
+        for token in range(first, end):
+            behind = max(behind, get_int(last_keys + 4 * token) + 1)
+    return behind
 
 
 @function
@@ -166,7 +180,7 @@ def _exp_row(scores, width, maximum, in_pairs, scales):
 
 @function
 def rows_from(state, row, scores):
-    """Return the state of the rows from `row` on, with another address of scores."""
+    """Return the state of the rows from `row` on, with scores at another address."""
     outputs = state.outputs + row * state.num_vectors * VECTOR_BYTES
     maxima = state.maxima + 4 * row
     normalizers = state.normalizers + 4 * row
@@ -175,7 +189,7 @@ def rows_from(state, row, scores):
 
 @function
 def reset(state, rows):
-    """Initialise the state of rows that have seen no key."""
+    """Initialise the state of rows that have seen no key yet."""
     fill(state.outputs, rows * state.num_vectors, ZERO)
     for row in range(rows):
         set_float(state.maxima + 4 * row, MINUS_INFINITY)
@@ -184,10 +198,12 @@ def reset(state, rows):
 
 @function
 def softmax_step(args, unit, state, first, rows, tile, width, in_pairs, prefetch):
-    """Turn scores into the weights that V is multiplied by, and rescale the outputs so far to match them.
+    """Turn scores into weights for V, and rescale the outputs so far accordingly.
 
-    The rows are those of a unit from `first` on. The first `width` scores of each row become weights.
-    in_pairs: the scores are not multiplied by args.scale yet, and the weights become bfloat16.
+    The rows are a unit's rows from `first` on. The first `width` scores of each row become weights.
+
+    in_pairs: whether the weights become pairs of bfloat16. The scores are then not multiplied by args.scale
+        yet.
     prefetch: a Prefetch or None; each case is compiled separately.
     """
     for i in range(0, rows, LANES):
@@ -227,7 +243,8 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
         if is_capped:
             _cap(row, width // LANES, np.float32(args.softcap))
         if tile.is_masked:
-            end = max(0, min(tile.end, unit.position + later + 1 - tile.start))
+            end_key = end_of_keys(unit.last_keys, unit.position, later, later + 1)
+            end = max(0, min(tile.end, end_key - tile.start))
             if args.window:
                 begin = max(0, unit.position + later - args.window + 1 - tile.start)
         top = _scale_and_mask(row, width, begin, end, ONE if is_capped else factor)
@@ -283,7 +300,7 @@ def _rescaling(score, maximum):
 
 @function
 def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer, other_outputs, num_vectors):
-    """Merge the softmax over later keys into a row's softmax over the keys before them."""
+    """Merge the softmax over later keys into a row's softmax over earlier keys."""
     score = get_float(maximum)
     weight = get_float(normalizer)
     now = max(score, other_maximum)
@@ -299,9 +316,7 @@ def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer,
 
 @function
 def write_output(args, maximum, normalizer, outputs, out, head):
-    """Divide a row's output by its normalizer and store it. A sink counts as one more weight
-    without a value.
-    """
+    """Divide a row's output by its normalizer and store it. A sink adds one more weight, without a value."""
     if args.sinks:
         sink = get_float(args.sinks + 4 * head)
         now = max(maximum, sink)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ...factor_heads import FACTORS_AT, TABLE_AT, FactorHead
 from ...formats import (
     BFLOAT16,
     CODES4,
@@ -12,7 +13,6 @@ from ...formats import (
     E4M3_PAIRS,
     E4M3_UNIT,
     EXPANDED_HEAD_BYTES,
-    FACTORS_AT,
     FLOAT8,
     FLOAT16,
     FLOAT32,
@@ -22,9 +22,7 @@ from ...formats import (
     ITEM_SIZES,
     NONE,
     PANEL,
-    TABLE_AT,
     TABLE_SIZE,
-    FactorHead,
 )
 from ...target import LANES, LINE, VECTOR_BYTES
 from ..simd.gather import fetch_line
@@ -36,7 +34,7 @@ WRITE, MULTIPLY, ADD = range(3)  # what is done with factors: see _expander
 
 @function
 def has_groups(kind):
-    """Return whether weights of this kind have factors for groups of inputs."""
+    """Return whether weights of this format have factors per group of inputs."""
     return kind >= CODES4
 
 
@@ -142,9 +140,9 @@ def _size(kind):
 
 @function
 def expand_factors(kind, factors, panel, start, steps, most, to):
-    """Expand the factors of some steps of a panel to the form that readers take; see `products.codes`.
+    """Expand the factors of some steps of a panel for readers; see `products.codes`.
 
-    most: the most inputs of a group; larger groups are divided.
+    most: maximum number of inputs of a group; larger groups are divided.
     """
     head = _load_head(factors)
     group = min(head.group, most)
