@@ -194,6 +194,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
         *,
         gated: bool,
     ) -> Tensor:
@@ -209,6 +211,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
     ) -> Tensor: ...
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
