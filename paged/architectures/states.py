@@ -37,6 +37,11 @@ class StateSpec:
         """The shape of what the delta rule keeps, in float32."""
         return self.num_heads, self.key_dim, self.value_dim
 
+    @property
+    def run_inputs(self) -> tuple[int, int]:
+        """How many numbers of each token of a run are kept: of the convolution, and of the delta rule."""
+        return self.columns, (self.columns + 2 * self.num_heads if self.num_heads else 0)
+
     def num_bytes(self, element_bytes: int) -> int:
         """Return the bytes of a sequence's state. element_bytes: of an activation."""
         return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4

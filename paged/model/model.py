@@ -14,6 +14,7 @@ from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from .layers.states import Sequences
     from .weights.kept import KeepsWeights
 
 
@@ -59,6 +60,9 @@ class Model(Protocol):
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the rest of `forward`, for `batch.output_rows` only. state: what `compute_kv` returned."""
+
+    def apply_runs(self, kv_cache: KVCache, sequences: Sequences) -> None:
+        """Apply the tokens of last runs of drafts to the states of these sequences, outside of a step."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head: [n, hidden_size], from `forward` -> f32[n, vocab_size]."""

@@ -38,6 +38,7 @@ def new_batches(
         "with_rope_lens": config.rope.type == "dynamic",
         "long_context": config.long_context,
         "with_seats": bool(config.states),
+        "with_runs": sizes.num_run_places > 0,
     }
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:

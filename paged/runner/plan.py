@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
-from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+from ..scheduler.schedule import AskedRows, ReportParams, Schedule, SettledSeat
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -43,7 +43,7 @@ class ComputedPart:
     whose block tables have not grown, only its seat, its start and its count (1) are sent. If a process does
     not draw the tokens itself, the last token is sent, too.
 
-    swap_out, swap_in, copies, state_moves: see `Schedule`.
+    swap_out, swap_in, copies, state_moves, settled, unapplied: see `Schedule`.
     starts, counts: how many tokens of each row are computed before the step, and in it.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
@@ -58,6 +58,8 @@ class ComputedPart:
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     state_moves: Sequence[Copy] = field(default_factory=list)
+    settled: Sequence[SettledSeat] = ()
+    unapplied: list[int] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
@@ -86,9 +88,17 @@ class ComputedPart:
         """Return whether the step is another decode of exactly these seats, in which nothing has changed but,
         at most, block tables that have grown.
         """
-        if not self.is_decode or self.seats != seats:
+        if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
+
+    @property
+    def runs(self) -> list[int]:
+        """What `Batch.runs` has of each row: the tokens that are applied first, and whether it has drafts."""
+        first_run = self.num_decodes
+        end = first_run + self.num_drafting
+        unapplied = self.unapplied or [0] * len(self.seats)
+        return [*chain.from_iterable((n, first_run <= row < end) for row, n in enumerate(unapplied))]
 
     def positions(self) -> list[int]:
         """Return the position of each token that is drawn."""
@@ -106,13 +116,14 @@ class ComputedPart:
         """Write the part, for `from_bytes`."""
         pairs = (self.swap_out, self.swap_in, self.copies, self.state_moves)
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
-        tuples = (*pairs, self.asked, self.changes)
+        tuples = (*pairs, self.settled, self.asked, self.changes)
         flat = (chain.from_iterable(each) for each in tuples)
         return _write(
             [
                 [self.num_decodes, self.num_drafting],
                 *map(list, flat),
                 *rows,
+                self.unapplied,
                 self.last_tokens,
                 self.tokens,
                 *self.entries,
@@ -125,15 +136,19 @@ class ComputedPart:
         lists = _read(data)
         num_decodes, num_drafting = next(lists)
         swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
+        settled = [SettledSeat(*numbers) for numbers in _tuples(next(lists), len(SettledSeat._fields))]
         asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
         changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
         seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
+        unapplied = next(lists)
         last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
         return cls(
             swap_out=swap_out,
             swap_in=swap_in,
             copies=copies,
             state_moves=state_moves,
+            settled=settled,
+            unapplied=unapplied,
             num_decodes=num_decodes,
             num_drafting=num_drafting,
             seats=seats,
@@ -249,6 +264,8 @@ class Planner:
             swap_in=schedule.swap_in,
             copies=schedule.copies,
             state_moves=schedule.state_moves,
+            settled=schedule.settled,
+            unapplied=schedule.unapplied,
             num_decodes=schedule.num_decode_tokens,
             seats=schedule.seats,
             starts=schedule.num_computed_tokens,

@@ -21,6 +21,7 @@ from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from ..architectures.states import StateSpec
     from ..drafting.drafter import Drafter
     from ..requests.request import Request
 
@@ -89,7 +90,7 @@ class Sizes:
         if self.model.states:
             from .state_options import check_options
 
-            check_options(config, self.model.architecture, is_draft=self.is_draft)
+            check_options(config, self.model, is_draft=self.is_draft)
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
@@ -182,14 +183,37 @@ class Sizes:
     @property
     def state_bytes(self) -> int:
         """The bytes of what layers keep of one sequence in place of K and V."""
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in self._states)
+
+    @property
+    def _states(self) -> list[StateSpec]:
+        """What the layers of this process keep, in place of K and V."""
         states = self.model.states.items()
-        own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
-        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
+        return [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
+
+    @property
+    def num_run_places(self) -> int:
+        """Of how many tokens a seat keeps the inputs: those of a run of drafts, and of the one before.
+
+        0 without drafts, or without states.
+        """
+        speculation = self.config.speculation
+        if speculation is None or not self.model.states:
+            return 0
+        return 2 * (1 + speculation.num_speculative_tokens)
+
+    @property
+    def seat_bytes(self) -> int:
+        """The bytes of the state of a running sequence, and of the inputs of its runs of drafts."""
+        if not self.num_run_places:
+            return self.state_bytes
+        numbers = sum(sum(spec.run_inputs) for spec in self._states)
+        return self.state_bytes + self.num_run_places * numbers * ELEMENT_BYTES[self.dtype]
 
     @property
     def all_state_bytes(self) -> int:
         """The bytes of the states of as many sequences as may run at once."""
-        return self.config.num_seats * self.state_bytes
+        return self.config.num_seats * self.seat_bytes
 
     @property
     def enable_prefix_caching(self) -> bool:

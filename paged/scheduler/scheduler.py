@@ -468,7 +468,11 @@ class Scheduler:
             self.block_manager.rewind(request.blocks, request.num_computed_tokens)
             self._running.resend(request)  # its seat knows another last token
         else:
+            # The step has counted the first token of the run.
+            num_right = request.num_tokens - request.num_computed_tokens
             request.num_computed_tokens = request.num_tokens - 1
+            if self._running.states is not None:
+                self._running.states.end_run(request, num_right)
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             # A run whose next row has an error ends with a draft.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import Request
-from .schedule import Schedule
+from .schedule import Schedule, SettledSeat
 
 
 class StateMoves:
@@ -12,6 +12,9 @@ class StateMoves:
 
     A state is in the seat of its request, or, where its blocks are, in host memory, whose slots follow the
     seats. A request that computes its first token begins with a state of zeros, whatever its seat holds.
+
+    A run of drafts leaves the state of its request as it was. The run's tokens that turned out right are
+    unapplied until the next step with the request, or until its state is moved.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
@@ -19,18 +22,37 @@ class StateMoves:
         self._num_seats = num_seats
         self._moves: list[Copy] = []  # of this step, and those that must wait until it has ended
         self._later: list[Copy] = []
+        self._unapplied: dict[Request, int] = {}
+        self._settled: list[SettledSeat] = []
+
+    def end_run(self, request: Request, num_right: int) -> None:
+        """Record how many tokens of a run were right, the one before its drafts included."""
+        if num_right:
+            self._unapplied[request] = num_right
+
+    def leave(self, request: Request) -> None:
+        """Forget what is unapplied of a request that gives its seat up."""
+        self._unapplied.pop(request, None)
+
+    def _settle(self, request: Request) -> None:
+        """Apply the rest of the request's last run before states are moved."""
+        if num_unapplied := self._unapplied.pop(request, 0):
+            self._settled.append(SettledSeat(request.seat, num_unapplied, request.num_computed_tokens))
 
     def copy(self, request: Request, child: Request, *, after_step: bool) -> None:
         """Give a child the state of a request.
 
         after_step: as the step that is being scheduled leaves it, not as it is before that.
         """
+        if not after_step:
+            self._settle(request)
         (self._later if after_step else self._moves).append((request.seat, child.seat))
 
     def swap_out(self, request: Request) -> None:
         """Move the state of a request to host memory, where its blocks go."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
+        self._settle(request)
         self._moves.append((request.seat, self._num_seats + slot))
 
     def swap_in(self, request: Request) -> None:
@@ -44,8 +66,15 @@ class StateMoves:
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
+        schedule.settled = self._settled
+        self._settled = []
+        if self._unapplied:
+            unapplied = [self._unapplied.pop(request, 0) for request in schedule.requests]
+            schedule.unapplied = unapplied if any(unapplied) else []
 
     def clear(self) -> None:
         """Forget the moves: all requests are computed anew."""
         self._moves = []
         self._later = []
+        self._unapplied = {}
+        self._settled = []

@@ -185,8 +185,6 @@ def test_options_that_states_do_not_support_are_refused():
     assert not new_engine(directory).block_manager.enable_prefix_caching
     with pytest.raises(ConfigError, match=r"enable_prefix_caching True .* Qwen3_5ForCausalLM, whose layers"):
         new_engine(directory, enable_prefix_caching=True)
-    with pytest.raises(ConfigError, match=r"speculative_config is not supported for Qwen3_5ForCausalLM"):
-        new_engine(directory, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     llama, speculation = checkpoint("llama"), {"model": str(directory), "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match="draft model is a Qwen3_5ForCausalLM, whose layers keep states"):
         new_engine(llama, speculative_config=speculation)

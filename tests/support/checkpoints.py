@@ -662,7 +662,8 @@ def poison(engine: LLMEngine) -> None:
         of_draft = draft_model.kv_cache.tensors.values()
         propose = draft_model.propose
         draft_model.propose = poison_and_propose  # type: ignore[method-assign]
-    states = () if runner.kv_cache.states is None else runner.kv_cache.states.tensors.values()
+    kept = runner.kv_cache.states
+    states = () if kept is None else (*kept.tensors.values(), *kept.run_inputs.values())
     for tensor in (*tensors, *of_draft, *states):
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix

@@ -46,7 +46,7 @@ def _input(
         row = place - back + (WIDTH - 1) + num_unapplied
         source = state_ptr + row * SIZE
         own_mask = mask_kept
-        if run_ptr is not None:
+        if run_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled)
             if place + num_unapplied >= back:
                 source = run_ptr + (position + place - back) % NUM_PLACES * SIZE
                 own_mask = mask

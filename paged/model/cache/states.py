@@ -21,6 +21,9 @@ class LayerStates(NamedTuple):
 
     last_inputs: Tensor  # [num_slots, width - 1, columns], of the convolution, in the dtype of activations
     matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
+    # [num_slots, num_run_places, numbers] of tokens of runs; None: there are no drafts, or no matrices
+    run_columns: Tensor | None = None  # what the convolution reads
+    run_rows: Tensor | None = None  # what the delta rule reads
 
 
 class Run(NamedTuple):
@@ -40,8 +43,12 @@ class StateCache:
 
     The first slots are seats; those behind them are in host memory.
 
+    A run of drafts leaves the state of its seat as it was. The inputs of its tokens are kept. The tokens that
+    turn out right are applied by the next step of the seat, or before its state is moved.
+
     tensors: "last_inputs" and, where layers have them, "matrices": [num_layers, num_slots, numbers].
     host: the same tensors for slots in host memory.
+    run_inputs: "columns" and, where layers have matrices, "rows": [num_layers, num_slots, places * numbers].
     """
 
     def __init__(
@@ -52,6 +59,8 @@ class StateCache:
         num_host_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_run_places: int = 0,
     ) -> None:
         self.num_slots = num_slots
         specs = states_of(config, part)
@@ -67,6 +76,11 @@ class StateCache:
                 self.tensors[name] = torch.empty(own, dtype=kind, device=device)
                 held = len(specs), num_host_slots, size
                 self.host[name] = torch.empty(held, dtype=kind, pin_memory=pinned)
+        self.run_inputs = {
+            name: torch.empty(len(specs), num_slots, num_run_places * size, dtype=dtype, device=device)
+            for name, size in zip(("columns", "rows"), spec.run_inputs, strict=True)
+            if size and num_run_places
+        }
         self._layers = {}
         for number, layer in enumerate(specs):
             views = {
@@ -74,7 +88,13 @@ class StateCache:
                 for name, (shape, _) in shapes.items()
                 if name in self.tensors
             }
-            self._layers[layer] = LayerStates(views["last_inputs"], views.get("matrices"))
+            runs = {
+                name: tensor[number].view(num_slots, num_run_places, -1)
+                for name, tensor in self.run_inputs.items()
+            }
+            self._layers[layer] = LayerStates(
+                views["last_inputs"], views.get("matrices"), runs.get("columns"), runs.get("rows")
+            )
 
     def layer(self, index: int) -> LayerStates:
         """Return one layer's states."""
@@ -82,8 +102,8 @@ class StateCache:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all slots on the device."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """The size of all slots on the device, and of the inputs of runs."""
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.run_inputs.values()))
 
     def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
         """Return the moves with slots in host memory counted from 0, and the runs of those made at once."""

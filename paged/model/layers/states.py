@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,15 @@ def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Sh
     return (GatedDelta if kind == "delta" else ShortConv)(config, layer, kernels, shard)
 
 
+class Sequences(NamedTuple):
+    """The sequences of a step, by their states."""
+
+    seats: Tensor  # i32[num_seqs]: the slots of states
+    seq_lens: Tensor  # i32[num_seqs]
+    cu_seqlens_q: Tensor  # i32[num_seqs + 1]
+    runs: Tensor | None  # i32[num_seqs, 2], see `Batch.runs`
+
+
 class StateLayer(nn.Module):
     """What a decoder layer has in place of attention, with its two steps.
 
@@ -36,6 +46,7 @@ class StateLayer(nn.Module):
     """
 
     output: Linear
+    num_inputs: int  # numbers of a token that change the state
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
@@ -54,10 +65,26 @@ class StateLayer(nn.Module):
         """Bring the states forward by the new tokens. Return what they give."""
         assert kv_cache.states is not None, "a model with states has a cache of them"
         assert batch.seats is not None, "the batch of such a model says where they are"
-        return self.advance(hidden, kv_cache.states.layer(self.layer), batch.seats, batch.queries)
+        queries = batch.queries
+        sequences = Sequences(batch.seats, queries.seq_lens, queries.cu_seqlens_q, batch.runs)
+        return self.advance(hidden, kv_cache.states.layer(self.layer), sequences)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         """Do what `project` does with the states of this layer."""
+        raise NotImplementedError
+
+    def apply_runs(self, states: LayerStates, sequences: Sequences) -> None:
+        """Apply the tokens of last runs to the states, outside of a step. Sequences have a run of one token.
+
+        Its inputs are zeros, and nothing of it stays: the next run takes its place.
+        """
+        inputs = states.last_inputs
+        num_tokens = len(sequences.seats)
+        zeros = inputs.new_zeros(num_tokens, self.num_inputs)
+        self.advance_inputs(zeros, states, sequences)
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        """Bring the states forward by tokens with these inputs, [num_tokens, num_inputs]."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
@@ -92,6 +119,7 @@ class GatedDelta(StateLayer):
             gates = gates.take(heads)
         # int4 keeps the gates in int8: there are few.
         num_gates = 2 * self.spec.num_heads
+        self.num_inputs = self.spec.columns + num_gates
         self.inputs = Linear(config.hidden_size, stored, bias=False, num_precise=num_gates)
         self.conv = ConvWeight(conv, whole.width, bias=False)
         self.decay = Decay(gates)
@@ -99,21 +127,32 @@ class GatedDelta(StateLayer):
         num_values = whole.num_heads * whole.value_dim
         self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
-        kernels = self.kernels
-        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
         made: Tensor = self.inputs(hidden)
         sizes = [spec.columns, spec.num_heads * spec.value_dim, 2 * spec.num_heads]
         qkv, gate, gates = torch.split(made, sizes, dim=1)
-        qkv = kernels.short_conv(
-            qkv, self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=False
-        )
-        assert states.matrices is not None, "the delta rule keeps matrices"
-        decay = self.decay
-        out = kernels.gated_delta(qkv, gates, decay.rates, decay.dt_bias, states.matrices, *sequences)
-        normed = kernels.gated_norm(out, self.norm.weight, gate, self.norm.eps)
+        out = self._advance(qkv, gates, states, sequences)
+        normed = self.kernels.gated_norm(out, self.norm.weight, gate, self.norm.eps)
         return normed.view(out.shape)
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        qkv, gates = torch.split(inputs, [self.spec.columns, 2 * self.spec.num_heads], dim=1)
+        return self._advance(qkv, gates, states, sequences)
+
+    def _advance(self, qkv: Tensor, gates: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        where = seats, seq_lens, cu_seqlens_q
+        conv = self.conv
+        decay = self.decay
+        assert states.matrices is not None, "the delta rule keeps matrices"
+        kept = states.last_inputs
+        qkv = self.kernels.short_conv(
+            qkv, conv.weight, conv.bias, kept, *where, states.run_columns, runs, gated=False
+        )
+        return self.kernels.gated_delta(
+            qkv, gates, decay.rates, decay.dt_bias, states.matrices, *where, states.run_rows, runs
+        )
 
 
 class ShortConv(StateLayer):
@@ -133,14 +172,20 @@ class ShortConv(StateLayer):
             conv = conv.take(own)
         self.inputs = Linear(config.hidden_size, stored, bias=whole.bias)
         self.conv = ConvWeight(conv, whole.width, bias=whole.bias)
+        self.num_inputs = 3 * self.spec.columns
         self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.bias)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
-        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
-        out = self.kernels.short_conv(
-            self.inputs(hidden), self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=True
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        return self.advance_inputs(self.inputs(hidden), states, sequences)[:, None]
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        where = seats, seq_lens, cu_seqlens_q
+        conv = self.conv
+        kept = states.last_inputs
+        return self.kernels.short_conv(
+            inputs, conv.weight, conv.bias, kept, *where, states.run_columns, runs, gated=True
         )
-        return out[:, None]
 
 
 class ConvWeight(Loadable):

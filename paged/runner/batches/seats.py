@@ -82,6 +82,7 @@ class _Step(NamedTuple):
     num_logits: int
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
+    runs: Sent | None  # of drafts, where there are states
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
@@ -115,11 +116,13 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         with_seats: bool = False,
+        with_runs: bool = False,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
         self.with_seats = with_seats
+        self.with_runs = with_runs
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
@@ -201,6 +204,7 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            runs=upload.put(plan.runs, torch.int32) if self.with_runs else None,
             last_tokens=last_tokens,
         )
 
@@ -225,6 +229,7 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
