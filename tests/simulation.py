@@ -67,6 +67,7 @@ RANKS = 2**43
 PARTS = 2**44
 AHEAD = 2**45
 STATES = 2**46
+FORKS = 2**47
 UNWRITTEN = b"\xff"
 MOST_DRAFTS = 9
 MOST_PLACES = 2 * (1 + MOST_DRAFTS)  # of a seat's tokens of runs: as many as the engine has
@@ -148,6 +149,7 @@ class States:
         """Return the state with which a row of a step begins. begun: that of no token."""
         seat = plan.seats[row]
         if plan.unapplied and plan.unapplied[row]:
+            assert plan.unapplied[row] <= plan.starts[row], "more is applied than was computed"
             self.apply_run(seat, plan.unapplied[row], plan.starts[row])
         return self.slots[seat] if plan.starts[row] else begun
 
@@ -411,6 +413,8 @@ class World:
             if self.drafting.random() < 0.3:
                 lengths = DraftLengths(most, lambda rows: 1 + rows / 24, lambda: self.now)
             self.scheduler.drafts = Drafts(self, most, 4, max_rows, lengths)
+        self.parting_runs = random.Random(seed ^ FORKS)
+        self.fork_share = self.parting_runs.choice((0.0, 0.1, 0.3))  # of steps with a run behind them
 
     def propose(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Guess tokens, right, wrong or partly right: a world is its own drafter."""
@@ -439,6 +443,8 @@ class World:
                 self.disturb()
             if self.holding.random() < self.hold_share:
                 self.hold_or_release()
+            if self.states is not None and self.parting_runs.random() < self.fork_share:
+                self.fork_behind_a_run()
             if self.aheading.random() < self.failure_share:
                 self.fail()
             self.step()
@@ -585,6 +591,14 @@ class World:
         except QueueFullError:
             return
         self.live[name] = (child, Truth.begin(child))
+
+    def fork_behind_a_run(self) -> None:
+        """Fork a request whose last run its state has not seen."""
+        running = self.scheduler._running
+        assert running.states is not None, "a world with states has moves of them"
+        if running.states.unapplied:
+            self.fork(self.parting_runs.choice([*running.states.unapplied]))
+            self.scheduler.check()
 
     def pin(self) -> None:
         """Pin a prefix, if all live requests and one that is read ahead still fit beside it."""

@@ -15,6 +15,8 @@ class StateMoves:
 
     A run of drafts leaves the state of its request as it was. The run's tokens that turned out right are
     unapplied until the next step with the request, or until its state is moved.
+
+    unapplied: how many such tokens requests have.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
@@ -22,21 +24,21 @@ class StateMoves:
         self._num_seats = num_seats
         self._moves: list[Copy] = []  # of this step, and those that must wait until it has ended
         self._later: list[Copy] = []
-        self._unapplied: dict[Request, int] = {}
+        self.unapplied: dict[Request, int] = {}
         self._settled: list[SettledSeat] = []
 
     def end_run(self, request: Request, num_right: int) -> None:
         """Record how many tokens of a run were right, the one before its drafts included."""
         if num_right:
-            self._unapplied[request] = num_right
+            self.unapplied[request] = num_right
 
     def leave(self, request: Request) -> None:
         """Forget what is unapplied of a request that gives its seat up."""
-        self._unapplied.pop(request, None)
+        self.unapplied.pop(request, None)
 
     def _settle(self, request: Request) -> None:
         """Apply the rest of the request's last run before states are moved."""
-        if num_unapplied := self._unapplied.pop(request, 0):
+        if num_unapplied := self.unapplied.pop(request, 0):
             self._settled.append(SettledSeat(request.seat, num_unapplied, request.num_computed_tokens))
 
     def copy(self, request: Request, child: Request, *, after_step: bool) -> None:
@@ -68,13 +70,13 @@ class StateMoves:
         self._later = []
         schedule.settled = self._settled
         self._settled = []
-        if self._unapplied:
-            unapplied = [self._unapplied.pop(request, 0) for request in schedule.requests]
+        if self.unapplied:
+            unapplied = [self.unapplied.pop(request, 0) for request in schedule.requests]
             schedule.unapplied = unapplied if any(unapplied) else []
 
     def clear(self) -> None:
         """Forget the moves: all requests are computed anew."""
         self._moves = []
         self._later = []
-        self._unapplied = {}
+        self.unapplied = {}
         self._settled = []

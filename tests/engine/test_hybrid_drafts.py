@@ -1,4 +1,4 @@
-"""Drafts change no bit of a model whose layers keep states: a run's tokens are applied when they are known."""
+"""Drafts change no bit of a model whose layers keep states, which see a token once it is known."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class Scripted:
         tokens = self.answer_of(request)[request.num_output_tokens :][: min(number, limit)]
         if len(tokens) == number:
             self.made.add((number, num_right))
-        return [
-            token if i < num_right else (token + 1 + i) % VOCAB_SIZE for i, token in enumerate(tokens)
-        ]
+        return [token if i < num_right else (token + 1 + i) % VOCAB_SIZE for i, token in enumerate(tokens)]
 
 
 def scripted(engine, answers):
@@ -85,7 +83,7 @@ def alone():
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_bits_do_not_depend_on_drafts(name, alone):
-    """In every number, with the first wrong one in every place; all at once, in chunks, preempted both ways."""
+    """Of every number, the first wrong one in every place; all at once, in chunks, preempted both ways."""
     made = set()
     for options in ({}, {"preemption_mode": "recompute"}, SWAP):
         few = {"num_blocks": 9, "max_num_batched_tokens": 24} if options else {}
@@ -162,9 +160,9 @@ def test_samples_and_beams(name):
     many = {"n": 3, "temperature": 0.7, "seed": 0, "logprobs": 0}
     expected, results = run(engine, PROMPTS[:3], LENGTH, **many)
     drafter = Scripted({})
-    drafter.answer_of = lambda request: results[PROMPTS.index(request.inputs.prompt_token_ids)].outputs[
-        request.index
-    ].token_ids
+    drafter.answer_of = lambda request: (
+        results[PROMPTS.index(request.inputs.prompt_token_ids)].outputs[request.index].token_ids
+    )
     drafting.scheduler.drafts = Drafts(drafter, MOST, VOCAB_SIZE, 64)
     assert run(drafting, PROMPTS[:3], LENGTH, **many)[0] == expected
     assert drafting.stats().num_accepted_tokens
@@ -173,6 +171,15 @@ def test_samples_and_beams(name):
     beams = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True)
     found, wanted = (each.beam_search(PROMPTS[:1], beams)[0].sequences for each in (drafting, engine))
     assert [each.tokens for each in found] == [each.tokens for each in wanted]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_decodes_behind_a_run_apply_it_once(name, alone):
+    """Their batch is advanced in place; the one that applies the run is its first."""
+    engine = new_engine(checkpoint(name), **NGRAM)
+    drafter = scripted(engine, alone[name])
+    drafter.guesses = itertools.cycle([(MOST, 2), (0, 0), (0, 0), (0, 0)])
+    assert run(engine, PROMPTS[:1], LENGTH)[0] == alone[name][:1]
 
 
 def test_a_run_without_a_token_leaves_nothing_to_apply(alone):
