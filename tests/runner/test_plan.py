@@ -30,7 +30,7 @@ KINDS = {
     "drafts and states": Case(
         "qwen3_5",
         {
-            "speculative_config": {"method": "ngram", "adaptive": False},
+            "speculative_config": {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False},
             "num_blocks": 4,
             "preemption_mode": "swap",
             "swap_space": 0.01,
