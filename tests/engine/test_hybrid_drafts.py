@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from paged import BeamSearchParams, ConfigError, SamplingParams
+from paged import BeamSearchParams, ConfigError, LLMEngine, SamplingParams
 from paged.drafting.drafter import Draft
 from paged.drafting.drafters import new_drafter
 from paged.options.speculative_config import SpeculativeConfig
@@ -19,6 +19,7 @@ from paged.scheduler.drafts import Drafts
 from paged.scheduler.schedule import SettledSeat
 from tests.engine.test_hybrids import PROMPTS, SWAP, bits, run
 from tests.support.checkpoints import HYBRIDS, VOCAB_SIZE, checkpoint, new_engine, reference
+from tests.support.ranks import ranked_engines
 
 MOST = 4
 LENGTH = 48  # tokens of an answer
@@ -112,6 +113,19 @@ def test_steps_with_runs_are_recorded_as_without(name, alone):
     engine = new_engine(checkpoint(name), dtype="bfloat16", **NGRAM)
     scripted(engine, expected)
     assert run(engine, PROMPTS, LENGTH)[0] == expected
+
+
+@pytest.mark.parametrize(("name", "num_stages", "num_shards"), [("qwen3_5", 1, 2), ("lfm2", 2, 1)])
+def test_ranks_give_the_bits_of_one_process(name, num_stages, num_shards, alone):
+    """With steps in flight, runs of drafts, and requests that are swapped behind a run."""
+    with ranked_engines(num_stages, num_shards):
+        crowded = {"num_blocks": 9, "max_num_batched_tokens": 24, "device": "cpu", "dtype": "float32"}
+        model = str(checkpoint(name))
+        engine = LLMEngine(model, skip_tokenizer_init=True, **crowded, **SWAP, **NGRAM)
+        scripted(engine, alone[name])
+        settled = settled_seats(engine)
+        assert run(engine, PROMPTS, LENGTH)[0] == alone[name]
+        assert settled
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "llama"])
