@@ -46,8 +46,7 @@ class StateMoves:
 
         after_step: as the step that is being scheduled leaves it, not as it is before that.
         """
-        if not after_step:
-            self._settle(request)
+        self._settle(request)
         (self._later if after_step else self._moves).append((request.seat, child.seat))
 
     def swap_out(self, request: Request) -> None:
@@ -78,5 +77,4 @@ class StateMoves:
         """Forget the moves: all requests are computed anew."""
         self._moves = []
         self._later = []
-        self.unapplied = {}
         self._settled = []
