@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.states import StateSpec
-from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
+from ...checkpoints.stored import StoredRows, ValueCheck
 from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
@@ -217,8 +217,7 @@ class Decay(Loadable):
 
     def load(self, loader: Loader) -> None:
         check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
-        layout = float_layout(self.A_log)._replace(check=check)
-        self.rates = -loader.read(self.stored, "A_log", layout).exp()
+        self.rates = -loader.parameter(self.stored, "A_log", self.A_log, check).exp()
         self.dt_bias = loader.parameter(self.stored, "dt_bias", self.dt_bias)
         del self.A_log
 
