@@ -401,7 +401,7 @@ def test_a_hybrid(command):
     model, sheet = read_model(name), DATA_SHEETS["L4"]
     efficiencies = {"flops_efficiency": 1.0, "bandwidth_efficiency": 1.0}
     cost = Roofline(Portion.of(model), sheet, 0, overhead=0.0, **efficiencies)
-    six, seven = (cost.seconds(Work(7, 7, num_seqs, 0, 0)) for num_seqs in (6, 7))
+    six, seven = (cost.seconds(Work(7, num_seqs, 7, 0, 0)) for num_seqs in (6, 7))
     element = 4 if model.dtype == "float32" else 2
     moved = 2 * 3 * (3 * 128 * element + 4 * 12 * 20 * 4)
     assert seven - six == pytest.approx(moved / (sheet.memory_gb_per_s * 1e9), rel=1e-3)
