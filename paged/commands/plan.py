@@ -40,7 +40,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help=_JSON_HELP)] = False,
     **options: Any,
 ) -> int:
-    """Predict memory and speed of an engine from a model's config and headers."""
+    """Predict memory and speed of an engine from a model's config and the headers of its weights."""
     given = common.engine_options(common.one_model(model, model_option), options, PLANNED)
 
     from ..simulate.plan import make_plan
@@ -103,6 +103,7 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
         **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
         "weights of the draft model": 0 if footprint.draft is None else footprint.draft.num_bytes,
         f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
+        "CUDA graphs": footprint.graph_bytes,
         f"states of {sizes.config.num_seats:,} sequences": footprint.state_bytes,
         "rope tables": footprint.rope_bytes,
         f"KV cache: {footprint.num_blocks:,} blocks of {sizes.block_size}, {per_token}": footprint.kv_bytes,

@@ -11,7 +11,7 @@ KINDS_WITH_RUNS = {"conv", "delta"}
 
 
 def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
-    """Raise ConfigError for an option that a model with states does not support."""
+    """Raise ConfigError for an option that a model with recurrent states does not support."""
     architecture = model.architecture
     kinds = {spec.kind for spec in model.states.values()}
     if config.enable_prefix_caching:

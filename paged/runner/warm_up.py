@@ -30,11 +30,11 @@ REHEARSED_TOKENS = (
 def warm_up(runner: ModelRunner) -> int:
     """Launch every kernel that steps need, so that no request waits for a compilation.
 
-    Backends that do not compile at launch run one small step. So a model whose steps raise fails at the
-    start, rather than at the first request.
+    Backends that do not compile at launch run one small step, so that a model whose steps raise fails at the
+    start instead of at the first request.
 
     Returns the number of kernels compiled. Writes into the KV cache, so no request may hold blocks. Triton
-    keeps compiled kernels on disk, for a faster next start.
+    stores compiled kernels on disk for the next start.
 
     Raises UnsupportedModelError or ResourceError if a step raises, EngineDeadError if the GPU or a process of
     the model has failed.
@@ -79,7 +79,7 @@ def _run_steps(runner: ModelRunner) -> int:
         for params in EVERY_WAY_TO_SAMPLE:
             _run(runner, _end_of_a_prompt(runner, long, 1, params))
         if runner.config.speculation is not None:
-            runner.execute(_with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
+            _run(runner, _with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
         _capture_graphs(runner)
@@ -87,8 +87,8 @@ def _run_steps(runner: ModelRunner) -> int:
 
 
 def _capture_graphs(runner: ModelRunner) -> None:
-    if runner.decode_graphs is not None:
-        runner.decode_graphs.capture_for_good(runner.kv_cache)
+    for graphs, kv_cache in runner.graphs_over(runner.kv_cache):
+        graphs.capture_for_good(kv_cache)
 
 
 def _run(runner: ModelRunner, schedule: Schedule) -> None:

@@ -195,6 +195,7 @@ class EnginePlan:
             "draft_model_bytes": 0 if footprint.draft is None else footprint.draft.num_bytes,
             "file_bytes": footprint.model.in_files.num_bytes.total(),
             "activations_bytes": footprint.activation_bytes,
+            "graphs_bytes": footprint.graph_bytes,
             "states_bytes": footprint.state_bytes,
             "rope_bytes": footprint.rope_bytes,
             "kv_dtype": sizes.kv_dtype,

@@ -10,7 +10,7 @@ from paged.options.sampling_params import SamplingParams
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import RequestStatus
 from paged.requests.token_rules import TokenRules
-from paged.scheduler.policies import Priority
+from paged.scheduler.policies import Fair, Priority
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 from tests.support.scheduler_cases import (
@@ -189,6 +189,22 @@ def test_a_higher_priority_waits_for_the_steps_in_flight_of_the_request_it_preem
     assert (ended(scheduler, in_flight), low.num_pending) == ({}, 0)
     assert ended(scheduler, in_flight) == {"high": 4}
     assert low.status is RequestStatus.WAITING
+
+
+def test_a_decode_that_the_step_has_already_is_not_preempted_for_another_one_of_it():
+    scheduler, in_flight = new_ahead(num_blocks=8, policy=Fair(), watermark=0.0), []
+    _, above = added(scheduler, *(new_request(f"a{i}", n, 9, tenant="a") for i, n in enumerate((26, 10))))
+    ended(scheduler, in_flight)
+    (below,) = added(scheduler, new_request("b", 14, 9, tenant="b"))
+    for _ in range(2):
+        ended(scheduler, in_flight)
+    while in_flight:
+        updated(scheduler, in_flight.pop(0))
+    while below.num_tokens < 17:
+        updated(scheduler, scheduled(scheduler))
+    step = scheduled(scheduler)  # "b" lacks a block, and of blocks "a" is above its share
+    assert (computed(step), above.status) == ({"a0": 1, "a1": 1}, RequestStatus.RUNNING)
+    updated(scheduler, step)
 
 
 def test_a_failed_step_leaves_no_token_pending():

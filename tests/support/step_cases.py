@@ -328,7 +328,7 @@ _USES = [
     Case("score", use=_score, counted=("prompt",)),
     Case("beams", use=_beams, counted=("copy",)),
     Case("fork", use=_fork, counted=("copy",)),
-    Case("drafts", _DRAFTS, counted=("drafts",)),
+    Case("drafts", _DRAFTS, counted=("drafts",), use=_generate_again),
     *(Case(f"drafts, model {name}", _DRAFTS, _LONG, model=name, counted=("drafts",)) for name in _STATES),
     *(
         Case(
@@ -341,14 +341,21 @@ _USES = [
         )
         for name in _STATES
     ),
-    Case("drafts of edited logits", _DRAFTS, _EDITS, counted=("drafts",)),
-    Case("drafts with DRY", _DRAFTS, DRY, counted=("drafts",)),
-    Case("drafts of a grammar", _DRAFTS, CHANGES["structured_outputs"], counted=("drafts",)),
+    Case("drafts of edited logits", _DRAFTS, _EDITS, counted=("drafts",), use=_generate_again),
+    Case("drafts with DRY", _DRAFTS, DRY, counted=("drafts",), use=_generate_again),
+    Case(
+        "drafts of a grammar",
+        _DRAFTS,
+        CHANGES["structured_outputs"],
+        counted=("drafts",),
+        use=_generate_again,
+    ),
     Case(
         "drafts of a model, 4 each",
         {"speculative_config": {"model": "demo", "num_speculative_tokens": 4, "adaptive": False}},
         {"max_tokens": 11},
         counted=("guesses", "drafts"),
+        use=_generate_again,
     ),
     Case("preemption by recompute", TINY, _LONG, use=_under_pressure),
     Case("preemption by swap", _SWAP, _LONG, use=_under_pressure, counted=("swap out", "swap in")),

@@ -57,9 +57,9 @@ class _Outputs(NamedTuple):
 class _Step(NamedTuple):
     """The uploaded arrays of a step, and the properties of its batch that the host computes.
 
-    num_rows: of the step; `out` may have more.
+    num_rows, num_tokens: of the step; `out` may have more.
     out: where the step is unpacked; None: into new tensors.
-    is_padded: whether `out` has one of the `padded_sizes`, so that there may be a graph of it.
+    is_padded: whether `out` is as large as a graph's step, see `SeatedBatches.padded_shape`.
     sampled: the seats of the sampled rows, and the positions of the tokens that are drawn; None: those of all
         tokens, which the device finds.
     """
@@ -87,19 +87,20 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """Makes batches on a GPU, which keeps the last token and the block tables of each seat's request.
+    """Makes batches on a GPU, which stores the last token and the block tables of each seat's request.
 
-    A step all of whose tokens are sampled from is unpacked into tensors that stay where they are, so that a
-    CUDA graph can read them. Block tables are as wide as the longest request needs: launches do not depend on
-    the lengths of a step, beyond the choice of `max_seq_len`.
+    If a step samples after each of its tokens, it is unpacked into tensors at fixed addresses, so that a CUDA
+    graph can read them. Block tables are as wide as the longest possible request needs; launches therefore
+    depend on a step's lengths only through `max_seq_len`.
 
-    split_keys: contexts up to so many tokens are one split for attention.
-    max_run: the most tokens of a request in a step of decodes: more than one with drafts.
-    padded_sizes: numbers of rows, in ascending order, to which decodes are padded; those beyond are not.
+    split_keys: attention does not split contexts of up to this many tokens.
+    max_run: maximum number of tokens of a request in a decode step; more than one with drafts.
+    padded_sizes: the numbers of rows to which steps are padded, in ascending order. Larger steps are not
+        padded.
 
     `HostBatches` is the reference.
 
-    Raises ResourceError if there is no memory for so many seats.
+    Raises ResourceError if memory does not suffice for all seats.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class SeatedBatches:
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
-        self._max_run = max_run
+        self.max_run = max_run
         self._device = device
         self.padded_sizes: Sequence[int] = ()
         self._width = -(-max_model_len // block_size)
@@ -135,11 +136,11 @@ class SeatedBatches:
         num_seats = max_num_seqs + 1
         shape = num_groups, num_seats, self._width
         # Columns begin at multiples of 128 bytes.
-        self._capacity = -(-max_num_seqs // 16) * 16
+        self.capacity = -(-max_num_seqs // 16) * 16
         try:
             self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
             self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._static = self._new_tensors(self._capacity, self._capacity)
+            self._static = self._new_tensors(self.capacity, self.capacity)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
@@ -147,11 +148,11 @@ class SeatedBatches:
                 f"allocated on {device}; lower either"
             ) from error
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
-        self._all_rows = torch.arange(self._capacity, device=device)
+        self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
-        """Add what the device needs for the batch of a step to the upload."""
+        """Add to the upload what the device needs for the batch of a step."""
         num_new = np.array(plan.counts, np.int32)
         num_rows = len(num_new)
         rows, max_entries = self._rows(plan)
@@ -171,19 +172,20 @@ class SeatedBatches:
         if not plan.is_decode or plan.asked:
             outputs = _put_outputs(plan, seq_lens, ends, upload)
         num_logits = len(plan.sampled)
-        padded = 0
+        padded = None
         max_decode_q = 1
-        if num_logits and outputs is None and num_tokens <= self._capacity:
-            if plan.is_decode and self.padded_sizes and num_rows <= self.padded_sizes[-1]:
-                padded = self.padded_sizes[bisect_left(self.padded_sizes, num_rows)]
-            out = self.static(padded or num_rows, padded or num_tokens)
+        if num_logits and outputs is None and num_tokens <= self.capacity:
+            # A graph's decodes have no runs behind them.
+            padded = None if plan.unapplied else self.padded_shape(num_rows, max_seqlen_q)
+            out = self.static(*(padded or (num_rows, num_tokens)))
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
-            if max_seqlen_q > 1 and num_rows * self._max_run <= self._capacity:
-                max_decode_q = self._max_run
+            if max_seqlen_q > 1 and num_rows * self.max_run <= self.capacity:
+                max_decode_q = self.max_run
         # A draft model draws after the last token of each row alone.
-        if num_logits and (out is None or len(plan.sampled_seats) != num_logits):
-            positions = upload.put(plan.positions(), torch.int64)
+        draws_last = len(plan.sampled_seats) != num_logits
+        if num_logits and (out is None or draws_last):
+            positions = upload.put(seq_lens if draws_last else plan.positions(), torch.int64)
             sampled = upload.put(plan.sampled_seats, torch.int64), positions
         return _Step(
             rows=upload.put(rows, torch.int32),
@@ -199,7 +201,7 @@ class SeatedBatches:
             max_decode_q=max_decode_q,
             max_seq_len=self._split_keys if int(seq_lens.max()) <= self._split_keys else None,
             out=out,
-            is_padded=padded > 0,
+            is_padded=padded is not None,
             outputs=outputs,
             num_logits=num_logits,
             sampled=sampled,
@@ -209,7 +211,7 @@ class SeatedBatches:
         )
 
     def batch(self, step: _Step) -> Batch:
-        """Make the batch of a step whose upload is sent."""
+        """Make the batch of a step, once its upload is sent."""
         out = self.unpack(step)
         num_rows = step.num_rows
         num_tokens = step.num_tokens
@@ -233,7 +235,7 @@ class SeatedBatches:
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
-        """Have the device make the numbers of a step whose upload is sent."""
+        """Have the device compute the tensors of a step, once its upload is sent."""
         if step.last_tokens is not None:
             seats, tokens = step.last_tokens
             self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
@@ -259,20 +261,20 @@ class SeatedBatches:
         return out
 
     def places(self, step: _Step) -> SampledPlaces | None:
-        """Return where the sampled rows of a step are whose batch is made; None: it samples nothing."""
+        """Return seats and positions of a step's sampled rows, once its batch is made; None without any."""
         if step.sampled is not None:
             seats, positions = step.sampled
             return SampledPlaces(seats.tensor, positions.tensor)
         return None if step.out is None else places_in(step.out, step.num_logits)
 
     def record(self, step: _Step, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
+        """Store a step's drawn tokens, i64[num_logits], as the last tokens of their seats."""
         places = self.places(step)
         if places is not None:
             self.last_tokens.index_copy_(0, places.seats, tokens)
 
     def static(self, num_rows: int, num_tokens: int) -> StepTensors:
-        """Return the first rows and tokens of the tensors that stay where they are."""
+        """Return the first rows and tokens of the tensors at fixed addresses."""
         sizes = num_rows, num_tokens
         found = self._parts.get(sizes)
         if found is None:
@@ -296,9 +298,23 @@ class SeatedBatches:
             torch.empty(num_rows + 1, dtype=torch.int32, device=device),
         )
 
-    def clear(self, num_rows: int) -> None:
-        """Make the step of so many decodes one that computes nothing: all of its rows pad it."""
-        by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_rows)
+    def padded_shape(self, num_rows: int, max_seqlen_q: int) -> tuple[int, int] | None:
+        """Return to how many rows and tokens a step is padded that samples after each of its tokens; None if
+        it is not padded.
+
+        The tokens are as many as if all rows had the longest run.
+        """
+        sizes = self.padded_sizes
+        if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
+            return None
+        padded_rows = sizes[bisect_left(sizes, num_rows)]
+        if max_seqlen_q > 1 and padded_rows * self.max_run > self.capacity:
+            return None
+        return padded_rows, padded_rows * max_seqlen_q
+
+    def clear(self, num_rows: int, num_tokens: int) -> None:
+        """Fill the fixed tensors for so many rows and tokens with padding only, which computes nothing."""
+        by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_tokens)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()
         by_token[SEAT_OF_TOKEN].fill_(len(self.last_tokens) - 1)
@@ -306,17 +322,26 @@ class SeatedBatches:
         if self._num_columns > NUM_TOKEN_COLUMNS + self._num_groups:
             by_token[-1].fill_(1)
 
-    def padded_batch(self, num_rows: int, *, is_short: bool) -> Batch:
-        """Return the batch of decodes that are padded to so many rows, whichever of them the step has.
+    def padded_batch(self, num_rows: int, num_tokens: int, *, is_short: bool) -> Batch:
+        """Return the batch of a step that is padded to `num_rows` rows and `num_tokens` tokens.
 
-        is_short: whether no context is split.
+        is_short: whether attention splits no context.
         """
-        out = self.static(num_rows, num_rows)
-        max_seq_len = self._split_keys if is_short else None
-        queries = Queries(out.tables.unbind(), out.seq_lens, out.cu_seqlens_q, 1, 1, max_seq_len=max_seq_len)
-        rows = self._all_rows[:num_rows]
-        batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_rows)
+        out = self.static(num_rows, num_tokens)
+        queries = Queries(
+            block_tables=out.tables.unbind(),
+            seq_lens=out.seq_lens,
+            cu_seqlens_q=out.cu_seqlens_q,
+            max_seqlen_q=num_tokens // num_rows,
+            min_seqlen_q=1,
+            max_decode_q=1 if num_tokens == num_rows else self.max_run,
+            max_seq_len=self._split_keys if is_short else None,
+        )
+        rows = self._all_rows[:num_tokens]
+        batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_tokens)
         batch.real_count = out.cu_seqlens_q[num_rows:]
+        if self.with_seats:  # of decodes; rows without tokens read and write no state
+            batch.seats = out.by_token[SEAT_OF_TOKEN].int()
         return batch
 
     def _batch(
@@ -377,7 +402,7 @@ class SeatedBatches:
 
 
 def places_in(out: StepTensors, num_tokens: int) -> SampledPlaces:
-    """Return where the first tokens of a step are, all of which are sampled from."""
+    """Return seats and positions of a step's first num_tokens tokens, if all of them are sampled from."""
     by_token = out.by_token
     return SampledPlaces(by_token[SEAT_OF_TOKEN, :num_tokens], by_token[DRAWN_AT, :num_tokens])
 
