@@ -199,18 +199,21 @@ def unpack_step(
 ) -> None:
     """Write token ids, positions, seats, the slots of each group and the block tables of a step.
 
-    Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes the
-    tokens from position START on: `tokens` from FIRST_TOKEN on, or the seat's last token if that is
-    FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. The block tables are the
-    seat's up to FIRST_ENTRY, and from there on NUM_ENTRIES new ones, which `entries` has from ENTRIES on and
-    which the seat gets; it must have those before. A row beyond those of the step computes nothing.
+    Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes tokens
+    from position START on: the entries of `tokens` from FIRST_TOKEN on, or the seat's last token if
+    FIRST_TOKEN is FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. A row's block
+    tables are the seat's up to FIRST_ENTRY, which the seat must have, followed by NUM_ENTRIES new entries.
+    These come from `entries` from ENTRIES on, and are stored in the seat too. A row after the step's own rows
+    computes nothing.
 
     out: see `StepTensors`. Its tables are those of the step's rows and then of `sources`, zero behind a row's
         last block. It may have more rows and more tokens than the step. The further tokens, which come last,
         are in the scratch seat, at position 0 and in slot NO_SLOT, and no query of attention.
 
-    num_tokens: of the step. No row has more than `longest` new tokens, and no seat that gets entries has more
-        than so many. Raises ValueError for a shape, dtype or device that does not fit.
+    num_tokens: the number of tokens of the step.
+    longest: maximum number of new tokens of a row, and of entries of a seat that gets new ones.
+
+    Raises ValueError for a shape, dtype or device that does not fit.
     """
     tensors = rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, sources, rope_lens
     # Not the exact length, for which most steps would be of another combination.

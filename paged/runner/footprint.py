@@ -280,7 +280,10 @@ def _bytes_of_step(sizes: Sizes, num_tokens: int, num_logits: int) -> int:
         own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = attended + layer.feed_forward.size
+            gathered = (
+                2 * attended if layer.state is not None else attended
+            )  # norms of it take its gate along
+            gathered += sum(part.size for part in layer.feed_forwards)
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
     layers = num_tokens * (widest * element + angles)
@@ -294,7 +297,9 @@ def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int
         return spec.size * (3 if spec.gated else 1)
     shared = 0 if spec.shared is None else _inner_numbers(spec.shared, hidden_size)
     # Each expert has a copy of its input and its output; logits are float32.
-    return max(shared, spec.num_chosen * (2 * hidden_size + 3 * spec.size)) + 2 * spec.num_experts
+    outer = spec.latent_size or hidden_size
+    inner = spec.num_chosen * (2 * outer + (3 if spec.gated else 1) * spec.size)
+    return max(shared, inner) + 2 * (spec.latent_size or 0) + 2 * spec.num_experts
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:
