@@ -31,7 +31,7 @@ from .weights.loading import Loadable, Loader, StoredWeights
 if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
-    from .layers.states import Sequences, StateLayer
+    from .layers.states import StateLayer
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -337,14 +337,6 @@ class Decoder(nn.Module):
             hidden = layer.attend(query, residual, rows, queries, kv_cache)
         assert self.norm is not None, "only the last part has the final norm"
         return add_and_norm(hidden, residual, self.norm)
-
-    def apply_runs(self, kv_cache: KVCache, sequences: Sequences) -> None:
-        """Apply the tokens of last runs of drafts to the states of these sequences, outside of a step."""
-        assert kv_cache.states is not None, "a model with states has a cache of them"
-        for layer in self.layers:
-            index = layer.mixer.layer
-            if index in self.config.states:
-                cast("StateLayer", layer.mixer).apply_runs(kv_cache.states.layer(index), sequences)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
         """Apply the output head. Only the first shard's result is meaningful: it has all logits."""

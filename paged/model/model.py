@@ -14,7 +14,6 @@ from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
-    from .layers.states import Sequences
     from .weights.kept import KeepsWeights
 
 
@@ -61,9 +60,6 @@ class Model(Protocol):
 
         state: the result of `compute_kv`.
         """
-
-    def apply_runs(self, kv_cache: KVCache, sequences: Sequences) -> None:
-        """Apply the tokens of last runs of drafts to the states of these sequences, outside of a step."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the output head to hidden states from `forward`: [n, hidden_size] -> f32[n, vocab_size]."""

@@ -38,8 +38,11 @@ def new_batches(
         "with_rope_lens": config.rope.type == "dynamic",
         "long_context": config.long_context,
         "with_seats": bool(config.states),
-        "with_runs": sizes.num_run_places > 0,
     }
+    if sizes.num_run_places:
+        from .states import run_numbers
+
+        options["run_numbers"] = run_numbers
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:
         return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)

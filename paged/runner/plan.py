@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
-from ..scheduler.schedule import AskedRows, ReportParams, Schedule, SettledSeat
+from ..scheduler.schedule import AskedRows, ReportParams, Schedule
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -58,7 +58,7 @@ class ComputedPart:
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     state_moves: Sequence[Copy] = field(default_factory=list)
-    settled: Sequence[SettledSeat] = ()
+    settled: Sequence[tuple[int, int, int]] = ()
     unapplied: list[int] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
@@ -89,14 +89,6 @@ class ComputedPart:
         if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
-
-    @property
-    def runs(self) -> list[int]:
-        """What `Batch.runs` has of each row: the tokens that are applied first, and whether it has drafts."""
-        first_run = self.num_decodes
-        end = first_run + self.num_drafting
-        unapplied = self.unapplied or [0] * len(self.seats)
-        return [*chain.from_iterable((n, first_run <= row < end) for row, n in enumerate(unapplied))]
 
     def positions(self) -> list[int]:
         """Return the position of each token that is drawn."""
@@ -134,7 +126,7 @@ class ComputedPart:
         lists = _read(data)
         num_decodes, num_drafting = next(lists)
         swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
-        settled = [SettledSeat(*numbers) for numbers in _tuples(next(lists), len(SettledSeat._fields))]
+        settled = [*_tuples(next(lists), 3)]
         asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
         changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
         seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))

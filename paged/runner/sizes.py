@@ -21,7 +21,6 @@ from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ..architectures.states import StateSpec
     from ..drafting.drafter import Drafter
     from ..requests.request import Request
 
@@ -196,38 +195,27 @@ class Sizes:
     @property
     def state_bytes(self) -> int:
         """The bytes of one sequence's recurrent states."""
-        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in self._states)
-
-    @property
-    def _states(self) -> list[StateSpec]:
-        """The states of the layers of this process."""
-        states = self.model.states.items()
-        return [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
-
-    @property
-    def num_run_places(self) -> int:
-        """Of how many tokens a seat keeps the inputs: those of a run of drafts, and of the one before.
-
-        0 without drafts, or without states.
-        """
-        speculation = self.config.speculation
-        if speculation is None or not self.model.states:
-            return 0
-        return 2 * (1 + speculation.num_speculative_tokens)
+        return self._bytes_of_states(0)
 
     @property
     def seat_bytes(self) -> int:
-        """The bytes of the state of a running sequence, and of the inputs of its runs of drafts."""
-        if not self.num_run_places:
-            return self.state_bytes
-        numbers = sum(sum(spec.run_inputs) for spec in self._states)
-        return self.state_bytes + self.num_run_places * numbers * ELEMENT_BYTES[self.dtype]
+        """The bytes of the states of a running sequence, and of the inputs of its runs of drafts."""
+        return self._bytes_of_states(self.num_run_places)
+
+    def _bytes_of_states(self, num_run_places: int) -> int:
+        states = self.model.states.items()
+        own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype], num_run_places) for spec in own)
+
+    @property
+    def num_run_places(self) -> int:
+        """The tokens whose inputs a seat stores: of a run of drafts, and of the run before. 0 without any."""
+        speculation = self.config.speculation if self.model.states else None
+        return 0 if speculation is None else 2 * (1 + speculation.num_speculative_tokens)
 
     @property
     def all_state_bytes(self) -> int:
-        """The bytes of the recurrent states, and of the inputs of runs, of as many sequences as may run at
-        once.
-        """
+        """The bytes of the states, and of inputs of runs, of as many sequences as may run at once."""
         return self.config.num_seats * self.seat_bytes
 
     @property

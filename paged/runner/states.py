@@ -6,15 +6,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 import torch
+from torch import nn
 
 from ..base.errors import ResourceError
 from ..device.transfers import Sent, Upload
 from ..model.cache.kv_cache import KVCache
 from ..model.cache.states import Run, StateCache
-from ..model.layers.states import Sequences
+from ..model.layers.states import Sequences, StateLayer
 from ..model.model import Model
 from ..model.part import ModelPart
 from .plan import ComputedPart
@@ -105,9 +106,24 @@ class StateChanges(NamedTuple):
             numbers = self.settled.tensor
             num = (len(numbers) - 1) // 5
             *sequences, runs = numbers.split([num, num, num + 1, 2 * num])
-            model.apply_runs(kv_cache, Sequences(*sequences, runs.view(-1, 2)))
+            self._apply_runs(model, kv_cache, Sequences(*sequences, runs.view(-1, 2)))
         if self.moves is not None and kv_cache.states is not None:
             kv_cache.states.move(self.moves.tensor, self.runs, model.kernels)
+
+    @staticmethod
+    def _apply_runs(model: Model, kv_cache: KVCache, sequences: Sequences) -> None:
+        """Apply the rest of last runs to the states of these sequences, in each layer that has some."""
+        for layer in cast(nn.Module, model).modules():
+            if isinstance(layer, StateLayer) and kv_cache.states is not None:
+                layer.apply_runs(kv_cache.states.layer(layer.layer), sequences)
+
+
+def run_numbers(plan: ComputedPart) -> list[int]:
+    """Return `Batch.runs` of a step: for each row the tokens to apply first, and whether it has drafts."""
+    first_run = plan.num_decodes
+    end = first_run + plan.num_drafting
+    unapplied = plan.unapplied or [0] * len(plan.seats)
+    return [*chain.from_iterable((n, first_run <= row < end) for row, n in enumerate(unapplied))]
 
 
 def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:

@@ -61,17 +61,6 @@ class ReportedRows(NamedTuple):
 NOT_FINITE = RowError("the model's logits are not finite", "engine")
 
 
-class SettledSeat(NamedTuple):
-    """A seat whose state sees the rest of its last run of drafts before states are moved.
-
-    num_unapplied: how many tokens, the last ones before num_computed.
-    """
-
-    seat: int
-    num_unapplied: int
-    num_computed: int
-
-
 @dataclass(slots=True)
 class Schedule:
     """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
@@ -110,7 +99,7 @@ class Schedule:
     # From a slot of states to another, one after another and before the step computes anything: seats, and
     # behind them slots of host memory.
     state_moves: list[Copy] = field(default_factory=list)
-    settled: list[SettledSeat] = field(default_factory=list)
+    settled: list[tuple[int, int, int]] = field(default_factory=list)  # `state_moves.SettledSeat`
     # How many tokens of each request's last run of drafts its state has not seen; empty if all have seen all.
     unapplied: list[int] = field(default_factory=list)
     num_tokens: int = 0

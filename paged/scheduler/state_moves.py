@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import Request
-from .schedule import Schedule, SettledSeat
+from .schedule import Schedule
+
+
+class SettledSeat(NamedTuple):
+    """A seat whose state sees the rest of its last run of drafts before states are moved.
+
+    num_unapplied: how many tokens, the last ones before num_computed.
+    """
+
+    seat: int
+    num_unapplied: int
+    num_computed: int
 
 
 class StateMoves:
@@ -68,7 +81,7 @@ class StateMoves:
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
-        schedule.settled = self._settled
+        schedule.settled = [*self._settled]
         self._settled = []
         if self.unapplied:
             unapplied = [self.unapplied.pop(request, 0) for request in schedule.requests]

@@ -16,7 +16,7 @@ from paged.options.speculative_config import SpeculativeConfig
 from paged.requests.request import Request
 from paged.runner.plan import StepPlan
 from paged.scheduler.drafts import Drafts
-from paged.scheduler.schedule import SettledSeat
+from paged.scheduler.state_moves import SettledSeat
 from tests.engine.test_hybrids import PROMPTS, SWAP, bits, run
 from tests.support.checkpoints import HYBRIDS, VOCAB_SIZE, checkpoint, new_engine, reference
 from tests.support.ranks import ranked_engines
@@ -104,7 +104,7 @@ def test_bits_do_not_depend_on_drafts(name, alone):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_steps_with_runs_are_recorded_as_without(name, alone):
-    for options in ({"enforce_eager": True}, {"num_threads": 2}, {"block_size": 64, "max_num_seqs": 2}):
+    for options in ({"enforce_eager": True}, {"block_size": 64, "max_num_seqs": 2}):
         engine = new_engine(checkpoint(name), **options, **NGRAM)
         scripted(engine, alone[name])
         assert run(engine, PROMPTS, LENGTH)[0] == alone[name]

@@ -11,7 +11,8 @@ import pytest
 from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
 from paged.runner.plan import ComputedPart, Planner
-from paged.scheduler.schedule import Schedule, SettledSeat
+from paged.scheduler.schedule import Schedule
+from paged.scheduler.state_moves import SettledSeat
 from tests.support import scheduler_cases as cases
 
 DEPTH = 3

@@ -12,6 +12,7 @@ import pytest
 from paged import LLMEngine, SamplingParams
 from paged.runner.model_runner import ModelRunner
 from paged.runner.plan import IN_SEAT, ComputedPart, SampledPart, StepPlan
+from paged.runner.states import run_numbers
 from paged.scheduler.schedule import Schedule, StepOutput
 from tests.support.batches import steps_from_bytes
 from tests.support.engine_uses import CASES, Case, Result, generated, greedy, sampled
@@ -111,9 +112,9 @@ def test_a_step_that_applies_a_run_is_no_repetition():
     part = ComputedPart(num_decodes=2, seats=[0, 1], starts=[5, 6], counts=[1, 1], sampled=[0, 1])
     assert part.repeats([0, 1])
     assert not replace(part, unapplied=[0, 3]).repeats([0, 1])
-    assert replace(part, unapplied=[0, 3]).runs == [0, 0, 3, 0]
+    assert run_numbers(replace(part, unapplied=[0, 3])) == [0, 0, 3, 0]
     drafting = replace(part, num_decodes=1, num_drafting=1, counts=[1, 4], unapplied=[2, 3])
-    assert drafting.runs == [2, 0, 3, 1]
+    assert run_numbers(drafting) == [2, 0, 3, 1]
 
 
 def test_an_empty_plan_is_read_back():

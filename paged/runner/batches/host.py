@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -61,13 +61,13 @@ class HostBatches:
         long_context: LongContext | None = None,
         num_kept: int = 1,
         with_seats: bool = False,
-        with_runs: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self.num_kept = num_kept
         self.with_seats = with_seats
-        self.with_runs = with_runs
+        self.run_numbers = run_numbers
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -200,7 +200,7 @@ class HostBatches:
             is_decode=is_decode,
             sampled_seats=np.array(plan.sampled_seats, np.intp),
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
-            runs=upload.put(plan.runs, torch.int32) if self.with_runs else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 

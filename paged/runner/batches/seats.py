@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,13 +117,13 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         with_seats: bool = False,
-        with_runs: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
         self.with_seats = with_seats
-        self.with_runs = with_runs
+        self.run_numbers = run_numbers
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
@@ -206,7 +206,7 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
-            runs=upload.put(plan.runs, torch.int32) if self.with_runs else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
             last_tokens=last_tokens,
         )
 
