@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...architectures.config import ModelConfig
 from ...architectures.states import StateSpec
-from ...kernels.backend import Kernels
 from ..part import ModelPart
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 Move = tuple[int, int]  # from, to: slots
 
@@ -21,7 +23,7 @@ class LayerStates(NamedTuple):
 
     last_inputs: Tensor  # [num_slots, width - 1, columns], of the convolution, in the dtype of activations
     matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
-    # [num_slots, num_run_places, numbers] of tokens of runs; None: there are no drafts, or no matrices
+    # [num_seats, num_run_places, numbers] of tokens of runs; None: there are no drafts, or no matrices
     run_columns: Tensor | None = None  # what the convolution reads
     run_rows: Tensor | None = None  # what the delta rule reads
 
@@ -50,7 +52,7 @@ class StateCache:
 
     tensors: "last_inputs" and, if the layers have them, "matrices": [num_layers, num_slots, numbers].
     host: the same tensors for the slots in host memory.
-    run_inputs: "columns" and, if the layers have matrices, "rows": [num_layers, num_slots, places * numbers].
+    run_inputs: "columns" and, if the layers have matrices, "rows": [num_layers, num_seats, places * numbers].
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        num_seats: int = 0,
         num_run_places: int = 0,
     ) -> None:
         self.num_slots = num_slots
@@ -79,7 +82,7 @@ class StateCache:
                 held = len(specs), num_host_slots, size
                 self.host[name] = torch.empty(held, dtype=kind, pin_memory=pinned)
         self.run_inputs = {
-            name: torch.empty(len(specs), num_slots, num_run_places * size, dtype=dtype, device=device)
+            name: torch.empty(len(specs), num_seats, num_run_places * size, dtype=dtype, device=device)
             for name, size in zip(("columns", "rows"), spec.run_inputs, strict=True)
             if size and num_run_places
         }
@@ -91,7 +94,7 @@ class StateCache:
                 if name in self.tensors
             }
             runs = {
-                name: tensor[number].view(num_slots, num_run_places, -1)
+                name: tensor[number].view(num_seats, num_run_places, -1)
                 for name, tensor in self.run_inputs.items()
             }
             self._layers[layer] = LayerStates(

@@ -84,6 +84,7 @@ class _Step(NamedTuple):
     seats: Sent | None  # where states are
     runs: Sent | None  # of drafts, where there are states
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
+    rope_offsets: Sent | None = None  # of each token
 
 
 class SeatedBatches:
@@ -208,6 +209,11 @@ class SeatedBatches:
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
             last_tokens=last_tokens,
+            rope_offsets=(
+                upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
+                if plan.rope_offsets
+                else None
+            ),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -232,6 +238,8 @@ class SeatedBatches:
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
         batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
+        if step.rope_offsets is not None:
+            batch.positions = batch.positions + step.rope_offsets.tensor
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
