@@ -347,6 +347,7 @@ class Rules(KernelCall):
             self.tensor("bias", (size,), torch.float32, contiguous=True)
         states = self.tensor("states", (None, len(weight) - 1, size), x.dtype, written=True)
         self._sequences(len(x), len(states))
+        self._runs(size, x.dtype)
 
     def gated_delta(self) -> None:
         qkv = self.rows("qkv")
@@ -365,6 +366,7 @@ class Rules(KernelCall):
         for name in ("rates", "time_bias"):
             self.tensor(name, (num_heads,), torch.float32, contiguous=True)
         self._sequences(len(qkv), num_slots)
+        self._runs(qkv.shape[1] + 2 * num_heads, qkv.dtype)
 
     def mamba2_scan(self) -> None:
         x = self.rows("x")
@@ -401,6 +403,30 @@ class Rules(KernelCall):
             raise ValueError(
                 f"seq_lens must be at least the number of new tokens, got {seq_lens.tolist()[:64]}"
             )
+
+    def _runs(self, num_columns: int, dtype: torch.dtype) -> None:
+        """Check the inputs of runs of drafts, and which of them each sequence applies and keeps."""
+        if not (self.has("runs") or self.has("run_inputs")):
+            return
+        if not (self.has("runs") and self.has("run_inputs")):
+            raise ValueError("runs and run_inputs must be given together")
+        inputs = self.tensor("run_inputs", (None, None, num_columns), dtype, written=True)
+        runs = self.tensor("runs", (len(self["slots"]), 2), torch.int32, contiguous=True)
+        num_places = inputs.shape[1]
+        check_positive("the number of places of run_inputs", num_places)
+        if not self.reads_contents:
+            return
+        check_indices("slots", self["slots"], "those of run_inputs", len(inputs))
+        counts = self["cu_seqlens_q"].diff().tolist()
+        rows = zip(runs.tolist(), counts, self["seq_lens"].tolist(), strict=True)
+        for row, ((num_unapplied, is_run), count, seq_len) in enumerate(rows):
+            most = min(seq_len - count, num_places - count * is_run)
+            if is_run not in (0, 1) or not 0 <= num_unapplied <= most:
+                raise ValueError(
+                    f"runs must have how many tokens are applied first, at most those computed before, and 1 "
+                    f"for a run or 0; both have to fit in {num_places} places; got {[num_unapplied, is_run]} "
+                    f"at sequence {row}, which computes {count} tokens of {seq_len}"
+                )
 
     def copy_blocks(self) -> None:
         is_between_two = self.has("target")

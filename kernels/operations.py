@@ -187,6 +187,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
         *,
         gated: bool,
     ) -> Tensor:
@@ -202,6 +204,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
     ) -> Tensor: ...
 
     def mamba2_scan(

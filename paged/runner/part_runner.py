@@ -27,10 +27,10 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
-    from ..model.cache.states import Run
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .fit import RunStep
+    from .states import StateChanges
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -189,18 +189,20 @@ class PartRunner:
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
 
-    def send_state_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent, list[Run]] | None:
+    def send_state_moves(self, plan: ComputedPart, upload: Upload) -> StateChanges | None:
         """Add a step's moves of recurrent states to the upload, for `_move_states`; None without any."""
         states = self.kv_cache.states
-        if not plan.state_moves or states is None:  # a stage may have no layer with a state
+        # A stage may have no layer with a state.
+        if states is None or not (plan.state_moves or plan.settled):
             return None
-        moves, runs = states.divide(plan.state_moves)
-        return upload.put(moves, torch.int64), runs
+        from .states import StateChanges
 
-    def _move_states(self, moves: tuple[Sent, list[Run]] | None) -> None:
-        """Move states from slot to slot, one after another, by pairs that were sent."""
-        if moves is not None and self.kv_cache.states is not None:
-            self.kv_cache.states.move(moves[0].tensor, moves[1], self.model.kernels)
+        return StateChanges.put(plan, states, upload)
+
+    def _move_states(self, changes: StateChanges | None) -> None:
+        """Apply the rest of runs of drafts to states, and move states, by numbers that were sent."""
+        if changes is not None:
+            changes.make(self.model, self.kv_cache)
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""

@@ -46,7 +46,7 @@ class ComputedPart:
     sent for a decode whose block tables have not grown, plus the last token if the process does not draw
     tokens itself.
 
-    swap_out, swap_in, copies, state_moves: see `Schedule`.
+    swap_out, swap_in, copies, state_moves, settled, unapplied: see `Schedule`.
     starts, counts: how many tokens of each row were computed before the step, and how many the step computes.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
@@ -66,6 +66,8 @@ class ComputedPart:
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     state_moves: Sequence[Copy] = field(default_factory=list)
+    settled: Sequence[tuple[int, int, int]] = ()
+    unapplied: list[int] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
@@ -96,7 +98,7 @@ class ComputedPart:
 
     def repeats(self, seats: Sequence[int]) -> bool:
         """Return whether this is another decode of exactly these seats. Only block tables may have grown."""
-        if not self.is_decode or self.seats != seats:
+        if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
 
@@ -188,6 +190,8 @@ class Planner:
             swap_in=schedule.swap_in,
             copies=schedule.copies,
             state_moves=schedule.state_moves,
+            settled=schedule.settled,
+            unapplied=schedule.unapplied,
             num_decodes=schedule.num_decode_tokens,
             seats=schedule.seats,
             starts=schedule.num_computed_tokens,

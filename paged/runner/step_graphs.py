@@ -123,5 +123,5 @@ def _inputs(batch: Batch) -> list[Tensor]:
     queries = batch.queries
     by_token = (batch.token_ids, batch.positions)
     lengths = (queries.seq_lens, queries.cu_seqlens_q)
-    seats = () if batch.seats is None else (batch.seats,)
-    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables, *seats]
+    of_states = [tensor for tensor in (batch.seats, batch.runs) if tensor is not None]
+    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables, *of_states]

@@ -184,6 +184,8 @@ class RunningSet:
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)
+        if self.states is not None:
+            self.states.forget(request)
         self.vacated.append(request.seat)
         request.seat = NO_SEAT
         if request in self.newcomers:

@@ -99,6 +99,9 @@ class Schedule:
     # From a slot of states to another, one after another and before the step computes anything: seats, and
     # behind them slots of host memory.
     state_moves: list[Copy] = field(default_factory=list)
+    settled: list[tuple[int, int, int]] = field(default_factory=list)  # `state_moves.SettledSeat`
+    # How many tokens of each request's last run of drafts its state has not seen; empty if all have seen all.
+    unapplied: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: list[list[int]] = field(default_factory=list)

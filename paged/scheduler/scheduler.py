@@ -454,6 +454,8 @@ class Scheduler:
                     drafts = schedule.drafts[row - num_decodes] if num_decodes <= row < first_prompt else None
                     self._take_run(request, runs[row], now, drafts)
                 else:
+                    if self._running.states is not None and num_decodes <= row < first_prompt:
+                        self._running.states.end_run(request, 1)  # the token before its drafts
                     request.finish("error", now, *errors.get(row, NOT_FINITE))
                 num_finished += request.finish_reason is not None
                 continue
@@ -510,7 +512,11 @@ class Scheduler:
             self.block_manager.rewind(request.blocks, request.num_computed_tokens)
             self._running.resend(request)  # its seat knows another last token
         else:
+            # The step has counted the first token of the run.
+            num_right = request.num_tokens - request.num_computed_tokens
             request.num_computed_tokens = request.num_tokens - 1
+            if self._running.states is not None:
+                self._running.states.end_run(request, num_right)
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             # A run whose next row has an error ends with a draft.

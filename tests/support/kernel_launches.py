@@ -238,6 +238,16 @@ def _state_launches(
     states = torch.empty(4, num_heads, 128, 128)
     mixed = torch.empty(num_tokens, columns, dtype=dtype)
     yield "", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence)
+    # With the inputs of runs of 4 drafts.
+    runs = torch.zeros(1, 2, dtype=torch.int32)
+    columns_of_runs = torch.empty(4, 10, columns, dtype=dtype), runs
+    rows_of_runs = torch.empty(4, 10, columns + 2 * num_heads, dtype=dtype), runs
+    columns_of_narrow = torch.empty(4, 10, 2048, dtype=dtype), runs
+    wide = taps, None, inputs, *sequence, *columns_of_runs
+    yield "runs", lambda: kernels.short_conv(qkv, *wide, gated=False)
+    few = torch.empty(3, 2048), None, narrow, *sequence, *columns_of_narrow
+    yield "gated, runs", lambda: kernels.short_conv(gated, *few, gated=True)
+    yield "runs", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence, *rows_of_runs)
     heads = torch.empty(num_tokens, num_heads, 128, dtype=dtype)
     yield "", lambda: kernels.gated_norm(heads, torch.empty(128, dtype=dtype), gate, 1e-6)
     yield from _mamba_launches(kernels, dtype, num_tokens)

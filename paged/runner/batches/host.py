@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -36,6 +36,7 @@ class _Step:
     sampled_seats: NDArray[np.intp]
     decoding: list[int] | None  # the seats, if the batch may be advanced in place
     seats: Sent | None = None  # where states are
+    runs: Sent | None = None  # of drafts, where there are states
     decodes: _Decodes | None = None  # what is kept to do so
 
 
@@ -60,11 +61,13 @@ class HostBatches:
         long_context: LongContext | None = None,
         num_kept: int = 1,
         with_seats: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self.num_kept = num_kept
         self.with_seats = with_seats
+        self.run_numbers = run_numbers
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -106,6 +109,7 @@ class HostBatches:
             output_queries=output_queries,
             num_logits=step.num_logits,
             seats=arrived(step.seats),
+            runs=None if step.runs is None else step.runs.tensor.view(-1, 2),
             is_decode=step.is_decode,
         )
         if step.decoding is not None:
@@ -199,6 +203,7 @@ class HostBatches:
             is_decode=is_decode,
             sampled_seats=np.array(plan.sampled_seats, np.intp),
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 
@@ -217,6 +222,8 @@ class HostBatches:
         drawn = plan.last_tokens or last.drawn
         assert drawn is not None, "a batch is advanced by tokens"
         last.token_ids[:] = drawn
+        if last.batch.runs is not None:
+            last.batch.runs.zero_()  # its step has applied all of them
         for numbers in last.growing:
             numbers += 1
         start = 0
