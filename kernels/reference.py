@@ -1,7 +1,7 @@
 """The definition of every operation in plain torch: the oracle that all backends are tested against.
 
-Operations stand in the order of `backend.Kernels`, each followed by the functions that it alone needs. They
-loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
+Operations stand in the order of `operations.Kernels`, each followed by the functions that it alone needs.
+They loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
 """
 
 import torch

@@ -84,7 +84,7 @@ class StepRecorder(Protocol):
 class Needs(NamedTuple):
     """What a backend that compiles ahead of time has to compile.
 
-    operations: names in `backend.Kernels`: the operations of the model's layers, and all operations that a
+    operations: names in `operations.Kernels`: the operations of the model's layers, and all operations that a
         request may need.
     head_dims: the head dimensions of K and V in all layers.
     quantization: the format to which float weights are quantised while loading; None if they are not.

@@ -47,7 +47,7 @@ GLOSSARY = {
     "Decoder": "paged/model/decoder.py",
     "EngineCore": "paged/engine/core.py",
     "KVCache": "paged/model/cache/kv_cache.py",
-    "Kernels": "kernels/backend.py",
+    "Kernels": "kernels/operations.py",
     "LLMEngine": "paged/engine/engine.py",
     "ModelRunner": "paged/runner/model_runner.py",
     "Policy": "paged/scheduler/policy.py",

@@ -13,21 +13,17 @@ import torch
 from ..steps import Needs
 from .formats import (
     BF12,
-    BF12_PAIRS,
     BFLOAT16,
     BFLOAT16_PAIRS,
     CODES4,
-    CODES4_PAIRS,
     CODES8,
-    CODES8_PAIRS,
     E4M3,
-    E4M3_PAIRS,
     FLOAT16,
     FLOAT32,
     FORMATS,
     INT8,
-    INT8_PAIRS,
     KINDS,
+    PAIRS,
     UNPACKED,
 )
 from .launch.code_cache import SECONDS, parts, variant
@@ -108,10 +104,6 @@ _ALWAYS = (
     "rows.take_rows.take_panel_rows",
 )
 _NUMBERS = {torch.bfloat16: (BFLOAT16, BF12), torch.float16: (FLOAT16,)}
-_PAIRS = {
-    BFLOAT16: BFLOAT16_PAIRS, BF12: BF12_PAIRS, INT8: INT8_PAIRS, CODES4: CODES4_PAIRS,
-    CODES8: CODES8_PAIRS, E4M3: E4M3_PAIRS,
-}  # fmt: skip
 
 
 def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
@@ -155,7 +147,7 @@ def _formats(needs: Needs) -> Iterator[int]:
         numbers += CODES4, CODES8, E4M3
     in_pairs = HAS_DOT and needs.dtype == torch.bfloat16
     for kind in numbers:
-        if not in_pairs or kind not in _PAIRS:
+        if not in_pairs or kind not in PAIRS:
             yield kind
-        if (in_pairs or (HAS_TILES and needs.dtype == torch.float32)) and kind in _PAIRS:
-            yield _PAIRS[kind]
+        if (in_pairs or (HAS_TILES and needs.dtype == torch.float32)) and kind in PAIRS:
+            yield PAIRS[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from ..base.errors import UsageError
@@ -74,6 +74,8 @@ class BlockPool:
         self._kept: set[BlockId] = set()
         # The blocks that hold K and V of the draft model for all of their tokens.
         self.drafted: set[BlockId] = set()
+        # Called with the serial of each block that leaves the index.
+        self.on_drop: Callable[[int], object] | None = None
 
     # Counts
 
@@ -345,6 +347,8 @@ class BlockPool:
 
     def _drop_from_index(self, block: BlockId) -> None:
         del self._index[self._digests[block]]
+        if self.on_drop is not None:
+            self.on_drop(self._serials[block])
         self._serials[block] = 0
         self._namespaces.pop(block, None)
         self._contents.pop(block, None)

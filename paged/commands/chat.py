@@ -82,6 +82,11 @@ def chat(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     if options["url"] is None:
+        entry = common.named(name)
+        sampling = {**entry.sampling, **sampling}
+        if chat_template is None:
+            template["chat_template"] = common.template_text(entry.template)
+        system = entry.system if system is None else system
         answers: Answers = _of_engine(name, options, sampling, template)
     else:
         answers = _of_server(name, options, sampling, template)

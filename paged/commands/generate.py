@@ -71,7 +71,7 @@ def generate(
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     images = options.pop("image")
     engine_options = common.driver_options(model, options)
-    sampling = common.sampling_options(options | structured)
+    sampling = {**common.named(model).sampling, **common.sampling_options(options | structured)}
     if prompts is None:
         if live:
             raise CliError("--live shows many requests at once: it needs --prompts and --output")

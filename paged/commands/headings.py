@@ -34,7 +34,8 @@ _FIELDS: dict[str, dict[str, str]] = {
             mm_processor_kwargs""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
-            cpu_memory_utilization enable_prefix_caching watermark swap_space mm_processor_cache_gb""",
+            cpu_memory_utilization enable_prefix_caching state_snapshots state_interval watermark
+            swap_space mm_processor_cache_gb""",
         SCHEDULING: "",
     },
     "SamplingParams": {

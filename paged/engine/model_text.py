@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
 from ..architectures.generation_config import (
     NO_DEFAULTS,
+    SHAPES,
     chat_defaults,
     read_eos_token_ids,
     read_sampling_defaults,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..checkpoints.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
     from ..text.images import ImagePrompts
+    from .chat_renderer import ChatRenderer
     from .embedding_head import EmbeddingHead
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,16 @@ class ModelText:
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
 
+    def set_defaults(self, sampling: Mapping[str, Any]) -> None:
+        """Set parameters of requests that do not give them, before those of the checkpoint.
+
+        Raises RequestError for parameters that do not go together.
+        """
+        if sampling:
+            self.sampling_defaults = {**self.sampling_defaults, **sampling}
+            self.chat_defaults = self.chat_defaults if SHAPES.isdisjoint(sampling) else {}
+            self.params_of({})
+
     @cached_property
     def default_params(self) -> SamplingParams:
         """The sampling parameters of requests that give none."""
@@ -148,77 +159,46 @@ class ModelText:
         return ThreadPoolExecutor(MOST_TOKENIZED, "paged-tokenize")
 
     @cached_property
-    def chat_templates(self) -> ChatTemplates:
-        """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
-        from ..text.chat_template import ChatTemplates
+    def chat(self) -> ChatRenderer:
+        """Renders conversations. Raises RequestError without a tokenizer."""
+        from .chat_renderer import ChatRenderer
 
         if self.tokenizer is None:
             raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
-        return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        return ChatRenderer(self.tokenizer)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
+        return self.chat.templates
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
         """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
-        If users or tools write the text of a special token, it stays plain text in the prompt.
+        The images of its parts are in "multi_modal_data".
         """
-        if not is_conversation(messages):
-            return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
-        from ..text.marked_text import Placeholders
+        if not _has_parts(messages):
+            return self.chat.render(messages, **template)
+        from ..text.chat_images import has_images, take_images, written
 
-        def write(messages: Sequence[Message]) -> str:
-            conversation = Placeholders(self._turns(messages, template), self._markers)
-            return conversation.restored(self.chat_templates.render(conversation.messages, **template))
-
-        if any(_has_parts(message) for message in messages):
-            from ..text.chat_images import has_images, take_images, written
-
-            if has_images(messages):
-                if self.images is None:
-                    why = self._no_images or "this model takes text alone"
-                    raise RequestError(f"messages with images are refused: {why}", param="messages")
-                messages, images = take_images(messages)
-                text = written(messages, images, self.images, write)
-                data = {"image": images}
-                return {"prompt": text, "add_special_tokens": False, "multi_modal_data": data}
-        return {"prompt": write(messages), "add_special_tokens": False}
-
-    def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
-        """Return a conversation in the form that its template demands."""
-        from ..chat.formats import formats_of
-        from ..chat.turns import has_repeated_roles, merged, with_short_ids, with_single_calls
-
-        name = template.get("chat_template")
-        if any(message.get("tool_calls") for message in messages):
-            formats = formats_of(self.chat_templates.source(name, has_tools=True))
-            if formats and formats[0].has_channels:
-                messages = with_single_calls(messages)
-            elif formats and formats[0].id_length is not None:
-                messages = with_short_ids(messages, formats[0].id_length)
-        if has_repeated_roles(messages) and self.chat_templates.refuses_repeated_roles(name):
-            return merged(messages)
-        return messages
-
-    @cached_property
-    def _markers(self) -> re.Pattern[str]:
-        """Finds the texts of special tokens, and of added tokens that a chat format reads."""
-        from ..chat.formats import MARKERS
-        from ..text.marked_text import pattern_of
-
-        if self.tokenizer is None:
-            return pattern_of(())
-        return pattern_of(self.tokenizer.special_ids.keys() | (self.tokenizer.added_texts & MARKERS))
+        if not has_images(messages):
+            return self.chat.render(messages, **template)
+        if self.images is None:
+            why = self._no_images or "this model takes text alone"
+            raise RequestError(f"messages with images are refused: {why}", param="messages")
+        messages, images = take_images(messages)
+        text = written(messages, images, self.images, partial(self.chat.write, **template))
+        return {"prompt": text, "add_special_tokens": False, "multi_modal_data": {"image": images}}
 
 
-def is_conversation(messages: Any) -> bool:
-    """Return whether `messages` looks like one conversation. The templates report what is wrong with it."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    return is_list and all(isinstance(message, Mapping) for message in messages)
+def _has_parts(messages: Any) -> bool:
+    """Return whether a conversation has a message whose content is a list, in which images may be."""
+    from .chat_renderer import is_conversation
 
-
-def _has_parts(message: Mapping[str, Any]) -> bool:
-    """Return whether the content of a message is a list, in which images may be."""
-    content = message.get("content")
-    return isinstance(content, Sequence) and not isinstance(content, str | bytes)
+    return is_conversation(messages) and any(
+        isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str | bytes)
+        for message in messages
+    )
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:

@@ -15,7 +15,6 @@ from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..checkpoints.stored import StoredRows
-from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
@@ -29,6 +28,7 @@ from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
     from .layers.states import StateLayer

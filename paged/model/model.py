@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 

@@ -44,6 +44,7 @@ _OPTIONAL_COUNTS = (
     "max_waiting",
     "max_queued_tokens",
     "num_threads",
+    "state_interval",
 )
 
 
@@ -82,8 +83,12 @@ class EngineConfig:
         gpu_memory_utilization or cpu_memory_utilization.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
-    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None takes True,
-        or False for a model with recurrent states.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so.
+    state_snapshots: for models whose layers keep states: the most states that are kept for prompts with the
+        same beginning; 0 caches no prefix. None takes as many as an eighth of the memory for blocks holds.
+    state_interval: for these models: a prompt leaves a state at each multiple of so many tokens, rounded up
+        to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a step, and
+        no fewer than have K and V as large as a state.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt requests of higher numbers; "longest-prefix-match", the request with most of its prompt
         cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
@@ -158,6 +163,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
     enable_prefix_caching: bool | None = None
+    state_snapshots: int | None = None
+    state_interval: int | None = None
     scheduling_policy: str | Any = "fcfs"
     tenant_weights: Mapping[str, float] | None = None
     long_prefill_token_threshold: int | None = None
@@ -213,6 +220,8 @@ class EngineConfig:
             check_bool(ConfigError, name, getattr(self, name))
         if self.enable_prefix_caching is not None:
             check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.state_snapshots is not None:
+            check_int(ConfigError, "state_snapshots", self.state_snapshots, 0)
         if self.async_scheduling is not None:
             check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)

@@ -22,7 +22,7 @@ from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
-from ..kernels.backend import Kernels, load_kernels
+from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.steps import Needs
 from ..model.decoder import Decoder
@@ -41,6 +41,7 @@ from .sizes import Sizes
 if TYPE_CHECKING:
     from ..architectures.schemes import Quantization
     from ..architectures.towers import VisionSpec
+    from ..kernels.operations import Kernels
     from ..model.model import Model
     from ..model.weights.kv_scales import FoundScales
 

@@ -207,8 +207,7 @@ class ModelRunner(PartRunner):
         upload.send()
         self._move_blocks(*moves)
         self._move_states(state_moves)
-        if self.sampler.of_seats is not None:
-            self.sampler.of_seats.write()
+        self.sampler.write()
         masks = draw.start_masks()
         graphs = self.decode_graphs if images is None and not computed.rope_offsets else None
         if graphs is not None and graphs.run(step, draw, masks, download):
@@ -271,9 +270,8 @@ class ModelRunner(PartRunner):
             return None
         from .decode_graphs import new_decode_graphs
 
-        of_seats = self.sampler.of_seats
-        vocab_size = self.model_config.vocab_size
-        return new_decode_graphs(self.sizes, self.model, self.batches, of_seats, self.device, vocab_size)
+        sizes = self.sizes, self.model, self.batches, self.sampler, self.device
+        return new_decode_graphs(*sizes, self.model_config.vocab_size)
 
     def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
         """Return the graphs of the model and of the draft model, each with what it reads of a cache."""

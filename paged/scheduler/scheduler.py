@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
+    from .state_moves import StateMoves
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -125,6 +126,11 @@ class Scheduler:
     def running(self) -> list[Request]:
         """The running requests by rank."""
         return self._running.requests
+
+    @property
+    def states(self) -> StateMoves | None:
+        """Where states go; None if requests have none."""
+        return self._running.states
 
     @property
     def num_waiting(self) -> int:
@@ -238,6 +244,7 @@ class Scheduler:
         prefills: list[Request] = []
         budget = self.max_num_batched_tokens - self._num_kept_tokens
         running = self.running.copy()
+        states = self._running.states
         if self.num_in_flight > 1:
             budget = min(budget, self._share_of_decodes())
         scarce = len(self.running) > budget
@@ -257,6 +264,8 @@ class Scheduler:
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:
                     self.block_manager.register(blocks, request.token_ids, end - 1)
+                if states is not None:
+                    states.roll(request)
             request.ready = False
             requests.append(request)
         schedule.sample_decodes([request.num_computed_tokens for request in requests])
@@ -287,7 +296,7 @@ class Scheduler:
             if not request.ready:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
-            num_new = min(missing, self.max_chunk, self._budget_left(schedule))
+            num_new = min(missing, self._running.most_new(request), self._budget_left(schedule))
             if request.inputs.uncut:
                 start = request.num_computed_tokens
                 num_new = self._without_cut(request, start, num_new, self._budget_left(schedule))
@@ -369,12 +378,15 @@ class Scheduler:
             self.counters.count_first_run(request)
         self._running.join(request)
         if self._running.states is not None:
-            self._running.states.swap_in(request)
+            self._running.states.begin(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
+        if self._running.states is not None:
+            self._running.states.roll(request)
+            self._running.states.leave(request, end)
         row = len(schedule.requests)
         schedule.add(request, num_new)
         request.ready = False
@@ -515,10 +527,9 @@ class Scheduler:
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""
-        for request in self._running.remove_finished():
+        for request in self._running.remove_finished(self.preemption.free):
             self.counters.num_finished += 1
             self.preemption.release(request)
-            self.preemption.free(request)
 
     def cancel(self) -> None:
         """Discard the steps in flight after a failure, since it is unknown what they wrote or copied.
@@ -669,6 +680,8 @@ class Scheduler:
         message: str | None = None,
         kind: ErrorKind | None = None,
     ) -> None:
+        if self._running.states is not None and request.is_settled:
+            self.preemption.keep(request)
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
             ended.finish(reason, self.clock(), message, kind)

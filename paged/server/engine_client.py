@@ -19,7 +19,8 @@ from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
 from ..engine.model_text import ModelText, read_model
-from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
+from ..engine.reports import ReportTerms
+from ..engine.request_spec import Prepared, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
 from ..options.sampling_params import RequestOutputKind, SamplingParams

@@ -16,7 +16,8 @@ import msgspec
 from ..base.errors import RequestError
 from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
-from ..engine.request_spec import ReportTerms, SampleSoFar
+from ..engine.reports import ReportTerms
+from ..engine.request_spec import SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.sampling_params import SamplingParams
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics

@@ -31,6 +31,8 @@ ENGINE = {
     "gpu_memory_utilization": 0.5,
     "cpu_memory_utilization": 0.5,
     "enable_prefix_caching": False,
+    "state_snapshots": 5,
+    "state_interval": 64,
     "scheduling_policy": "priority",
     "tenant_weights": {},
     "long_prefill_token_threshold": 5,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
-from paged.kernels.backend import BackendName, Kernels, load_kernels
+from paged.kernels.backend import BackendName, load_kernels
+from paged.kernels.operations import Kernels
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from tests.support.coded_weights import CODES, random_coded
 from tests.support.kernel_cases import last_keys_of, quantized, ragged_case

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...architectures.families.vision import PROJECTOR
 from ...architectures.towers import MergeSpec, PoolSpec, StackSpec
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
+from ...kernels.operations import Kernels
 from ..layers.norms import new_norm
 from ..weights.loading import Loadable, Loader
 from .linear import TowerLinear

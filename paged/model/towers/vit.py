@@ -17,7 +17,7 @@ from ...architectures.families.vision import VISION
 from ...architectures.towers import MergeSpec, StackSpec, TowerSpec, VisionSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.attention_options import AttentionOptions, AttentionPlan
-from ...kernels.backend import Kernels
+from ...kernels.operations import Kernels
 from ..layers.norms import LayerNorm, RMSNorm, new_norm
 from ..weights.loading import Loadable, Loader
 from .linear import TowerLinear

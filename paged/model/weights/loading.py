@@ -36,7 +36,7 @@ from ...checkpoints.stored import (
     split_by_format,
 )
 from ...checkpoints.weight_files import find_weight_files
-from .forms import JoinedForm, Role, WeightForm
+from .forms import Role, WeightForm
 
 if TYPE_CHECKING:
     from .choice import Forms
@@ -181,6 +181,8 @@ class Loader:
         parts, stored, role = self.weights_of(rows, like, role)
         if len(stored) == 1:
             return self.form_of(stored[0], parts, role, num_precise)
+        from .joined_form import JoinedForm
+
         return JoinedForm([(self.form_of(each, parts, role), each.rows.num_rows) for each in stored])
 
     def weights_of(
