@@ -57,7 +57,7 @@ class ComputedPart:
     last_tokens: the last tokens of decodes without drafts; empty if the processes have them in the seats.
     images: the tokens that get embeddings of images. They are not written as bytes.
     last_keys: the last position that each token sees; None: its own.
-    rope_offsets: how much the rotation of each row's tokens differs from their positions; [] if none does.
+    rope_offsets: how much the rotation of each row's tokens differs from their positions; None if none does.
     grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
         number.
     """
@@ -83,7 +83,7 @@ class ComputedPart:
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
     images: Sequence[ImageRows] = ()
     last_keys: array[int] | None = None
-    rope_offsets: list[int] = field(default_factory=list)
+    rope_offsets: list[int] | None = None
     grid_positions: array[int] | None = None
 
     @property
@@ -215,7 +215,8 @@ class Planner:
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
         if self._seen is not None:
-            self._seen.add(schedule, computed)
+            seen = self._seen.of(schedule, computed.starts, computed.counts)
+            computed.images, computed.last_keys, computed.rope_offsets, computed.grid_positions = seen
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

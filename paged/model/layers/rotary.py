@@ -79,11 +79,13 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> Angles:
         if batch.grid_positions is not None:
-            from .grid_angles import by_section
+            from .grid_angles import write_sections
 
             assert self.sections is not None, "positions are of three numbers in models of images alone"
-            by_axis = (self._plain(own.contiguous()) for own in batch.grid_positions)
-            return by_section(self.sections, *by_axis)
+            angles, rows, columns = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            write_sections(self.sections, angles.cos, rows.cos, columns.cos)
+            write_sections(self.sections, angles.sin, rows.sin, columns.sin)
+            return angles
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
