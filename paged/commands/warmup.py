@@ -9,7 +9,7 @@ from . import common
 from .options import with_options
 
 if TYPE_CHECKING:
-    from ..kernels.backend import Kernels
+    from ..kernels.operations import Kernels
 
 # The options that decide what is compiled, and how weights are packed.
 WARMUP_OPTIONS = [

@@ -146,7 +146,7 @@ class App:
             scope,
             receive,
             send,
-            max_body_bytes=front.options.max_request_bytes,
+            max_body_bytes=front.max_request_bytes,
             body_timeout_s=front.options.body_timeout_s,
             budget=front.body_budget,
             responses=front.response_budget,

@@ -26,6 +26,7 @@ from .access.keys import priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .gallery import Gallery
+from .http.budgets import BODY_BYTES, SEEING_BODY_BYTES
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
 from .options import ServeOptions
@@ -120,6 +121,10 @@ class FrontEnd:
         self.keep_alive = shared.keep_alive
         self.body_budget = shared.body_budget
         self.response_budget = shared.response_budget
+        sees_images = engine.model_config.vision is not None
+        self.max_request_bytes = options.max_request_bytes or (
+            SEEING_BODY_BYTES if sees_images else BODY_BYTES
+        )
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first

@@ -91,7 +91,8 @@ class ServeOptions:
         * for all websites.
     served_model_name: a name of the model for requests; responses have the first name. The default is MODEL
         as given to `paged serve`.
-    max_request_bytes: maximum size of a request's body.
+    max_request_bytes: maximum size of a request's body. The default is 16 MiB, or 64 MiB for a model that
+        sees images.
     head_timeout_s: seconds in which the head of a request must arrive. They count from its first byte, or for
         the first request from the connection.
     body_timeout_s: seconds in which the body of a request must arrive.
@@ -167,7 +168,7 @@ class ServeOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
-    max_request_bytes: int = 16 * 2**20
+    max_request_bytes: int | None = None
     head_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     keep_alive_timeout_s: float = 75.0
@@ -221,7 +222,8 @@ class ServeOptions:
         check_int(ConfigError, "response_store", self.response_store, 0)
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
-        check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
+        if self.max_request_bytes is not None:
+            check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         for name in _TIMEOUTS:
             check_number(ConfigError, name, getattr(self, name), 0.001)
         RestartTerms(resume=self.resume, max_restarts=self.max_restarts, step_timeout=self.step_timeout)

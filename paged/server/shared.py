@@ -43,7 +43,7 @@ class Shared:
             keys,
             Gate(options.api_key, keys, options.admin_key),
             KeepAlive(),
-            BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * options.max_request_bytes)),
+            BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * (options.max_request_bytes or 0))),
             ResponseBudget(),
             Responses(options.response_store),
         )

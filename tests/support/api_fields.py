@@ -264,11 +264,11 @@ NESTED: dict[str, FieldTable] = {
 }
 _INTRO = f"""# Fields of request bodies
 
-Made from the tables that parse the bodies (`python -m tests.support.api_fields --write`).
+This page is written by `python -m tests.support.api_fields --write`, from the tables that parse the bodies.
 
-A field is honoured, or has no effect here (it is accepted, and listed in the header `x-paged-ignored`), or is
-refused with status 400 and the reason. Other fields are refused with the nearest valid name. `null` means
-that a field is not given. Errors name the field in `param`.
+A field in a table below is honoured. A field under "No effect" is accepted and listed in the header
+`x-paged-ignored`. A field under "Refused" gets status 400 with the reason. For an unknown field, the error
+names the nearest valid name. `null` means that a field is not given. Errors name the field in `param`.
 
 | limit | |
 |---|---|
@@ -306,8 +306,8 @@ def page() -> str:
         known = [field for title in shared for field in GROUPS[title]]
         own = [field for field in call.table.fields if field not in known]
         title = "/generate and /generate/batch" if url == GENERATE else url
-        also = "; ".join(title[0].lower() + title[1:] for title in shared)
-        also = f"Also the fields {also}.\n\n" if shared else ""
+        also = ", ".join(f'"{title}"' for title in shared)
+        also = f"This body also takes the fields in the sections {also}.\n\n" if shared else ""
         parts.append(f"\n## {title}\n\n{also}{''.join(_rows(own))}")
     for title, table in NESTED.items():
         parts.append(f"\n## {title}\n\n{''.join(_rows(table.fields))}")
