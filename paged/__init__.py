@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .engine.engine import LLMEngine
     from .engine.scoring import ScoreOutput
+    from .options.lora_request import LoRARequest
 
     LLM = LLMEngine
     AsyncLLM = AsyncLLMEngine
@@ -86,6 +87,7 @@ __all__ = [
     "FileError",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "MissingModelError",
     "PagedError",
@@ -122,6 +124,7 @@ _MODULES = {
     "EngineArgs": "commands.engine_args",
     "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
+    "LoRARequest": "options.lora_request",
     "ScoreOutput": "engine.scoring",
 }
 

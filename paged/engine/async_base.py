@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from ..architectures.config import ModelConfig
 from ..base.errors import (
@@ -43,6 +43,9 @@ from .embedding import (
 from .model_text import ModelText
 from .request_spec import Prepared, ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 T = TypeVar("T")
 
@@ -211,6 +214,7 @@ class AsyncEngine(ABC, Generic[E]):
         tenant: str = "",
         timeout_s: float | None = None,
         generated_token_ids: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Return an async iterator over the outputs of a prompt. The last output has finished=True.
 
@@ -223,7 +227,15 @@ class AsyncEngine(ABC, Generic[E]):
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
         requests wait already, and EngineDeadError if the engine has stopped.
         """
-        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        spec = RequestSpec(
+            prompt,
+            sampling_params,
+            priority,
+            tenant,
+            timeout_s,
+            generated_token_ids,
+            lora_request=lora_request,
+        )
         return RequestStream(self, self._id(request_id), spec)
 
     def chat(
@@ -235,6 +247,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestStream:
         """Return an async iterator over the answers to one conversation, as `generate` does.
@@ -246,7 +259,7 @@ class AsyncEngine(ABC, Generic[E]):
         """
         reject_unknown("chat", template, TEMPLATE_OPTIONS)
         render = partial(self.text.render_chat, messages, **template)
-        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
+        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s, lora_request=lora_request)
         return RequestStream(self, self._id(request_id), spec, render=render)
 
     @property

@@ -46,11 +46,14 @@ from .request_spec import ReportTerms, RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
+    from ..model.lora import LoraSlots
+    from ..options.lora_request import LoRARequest
     from ..options.sampling_params import PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
+    from .adapters import Adapters
     from .beam_search import BeamSearchOutput
     from .embedding import EmbeddingRequestOutput
     from .scoring import ScoreOutput
@@ -121,7 +124,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> outputs = engine.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=16))
     >>> print(outputs[0].outputs[0].text)
 
-    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, such as lora_request,
+    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, such as mm_processor_kwargs,
     are accepted at values that change nothing here; docs/vllm-names.md lists them.
 
     On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
@@ -177,12 +180,28 @@ class LLMEngine(metaclass=ExplainsMissing):
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
+        if runner.lora is not None:
+            factory.adapters = self._new_adapters(runner.lora)
         self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
         if self.model_config.states and config.enable_prefix_caching is None:
             logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
+
+    def _new_adapters(self, slots: LoraSlots) -> Adapters:
+        """Return the adapters of an engine with slots for them."""
+        from .adapters import Adapters
+
+        config = self.config
+        scheduler = self.scheduler
+        scheduler.have_adapters(config.max_loras)
+
+        def in_use() -> set[int]:
+            return {r.inputs.adapter for r in (*scheduler.running, *scheduler.waiting())}
+
+        most = config.max_cpu_loras or config.max_loras
+        return Adapters(slots, self.runner.adapters, self.model_config.tensor_names, most, in_use)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -285,7 +304,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | None | Iterable[LoRARequest | None] = None,
         priority: float | Iterable[float] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -303,6 +322,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompt_token_ids: one prompt or several as token ids, in place of `prompts`.
         priority, timeout_s: replace those of sampling_params; one for all or one per prompt.
         tenant: see `add_request`; one for all or one per prompt.
+        lora_request: the LoRA adapter, of an engine with enable_lora; one for all or one per prompt.
         use_tqdm: whether to show progress, or the class of the bar.
 
         Raises RequestError if a prompt or parameter is wrong: before anything runs if it is among the first
@@ -311,12 +331,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "generate",
             vllm,
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         prompts = prompts_of(prompts, prompt_token_ids)
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
 
     def generate_iter(
@@ -369,7 +388,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         pooling: Pooling | None = None,
@@ -397,7 +416,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         from .embedding import Embedder, EmbeddingOptions
 
-        check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_call("embed", vllm, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
         options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name).each(
             pooling_params, len(listed)
@@ -406,14 +425,15 @@ class LLMEngine(metaclass=ExplainsMissing):
             call_with_error_prefix(f"prompts[{i}]", Embedder(self.text, self.prompts, own).spec, prompt)
             for i, (prompt, own) in enumerate(zip(listed, options, strict=True))
         ]
-        return run_reports(self.core, "prompts", specs, ReportTerms(priority, tenant), use_tqdm=use_tqdm)
+        terms = ReportTerms(priority, tenant, lora_request=lora_request)
+        return run_reports(self.core, "prompts", specs, terms, use_tqdm=use_tqdm)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         pooling_task: Literal["embed"] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -429,7 +449,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "encode",
             vllm,
-            lora_request=lora_request,
             pooling_task=pooling_task,
             tokenization_kwargs=tokenization_kwargs,
         )
@@ -437,6 +456,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             prompts,
             use_tqdm,
             pooling_params,
+            lora_request,
             pooling=pooling,
             normalize=normalize,
             dimensions=dimensions,
@@ -451,7 +471,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         continuations: Sequence[str | Sequence[int]],
         use_tqdm: Progress = True,
         pooling_params: None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: None = None,
         *,
@@ -472,20 +492,19 @@ class LLMEngine(metaclass=ExplainsMissing):
             "score",
             vllm,
             pooling_params=pooling_params,
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             chat_template=chat_template,
         )
         parsed, wholes = self.prompts.parse_continued(prompt, continuations)
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
-        terms = ReportTerms(priority, tenant)
+        terms = ReportTerms(priority, tenant, lora_request=lora_request)
         return run_reports(self.core, "continuations", specs, terms, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: Progress = True,
         concurrency_limit: None = None,
         priority: float | None = None,
@@ -499,13 +518,14 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         from .beam_search import BeamSearch
 
-        check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
+        check_call("beam_search", vllm, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
         listed = as_list(prompts)
         search = BeamSearch(self.core.factory, self.scheduler, params)
         for i, prompt in enumerate(listed):
-            terms = (self.core.next_id(), prompt, 0.0 if priority is None else priority, tenant)
+            priority_of = 0.0 if priority is None else priority
+            terms = (self.core.next_id(), prompt, priority_of, tenant, lora_request)
             call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
         try:
             with progress_bar(use_tqdm, len(listed), "Searching", "prompt") as bar:
@@ -520,7 +540,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | None | Iterable[LoRARequest | None] = None,
         priority: float | Sequence[float] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string"] | None = None,
@@ -558,7 +578,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "chat",
             vllm,
-            lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -579,7 +598,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             except RequestError as error:
                 raise RequestError(f"conversation {i}: {error}", param=error.param) from error
             prompts.append(prompt)
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         outputs = [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
         for output in outputs:
             for completion in output.outputs:
@@ -609,6 +628,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         tenant: str = "",
         timeout_s: float | None = None,
         generated_token_ids: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue one prompt, to be advanced by `step`.
 
@@ -625,9 +645,16 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
         requests wait already.
         """
-        self.core.add(
-            request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        spec = RequestSpec(
+            prompt,
+            sampling_params,
+            priority,
+            tenant,
+            timeout_s,
+            generated_token_ids,
+            lora_request=lora_request,
         )
+        self.core.add(request_id, spec)
 
     def fork(
         self,
@@ -690,6 +717,37 @@ class LLMEngine(metaclass=ExplainsMissing):
             raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
         check_policy("fair", weights)
         cast("Fair", policy).set_weights(weights)
+
+    # LoRA adapters
+
+    @property
+    def _adapters(self) -> Adapters:
+        """The adapters. Raises UsageError if the engine takes none."""
+        adapters = self.core.factory.adapters
+        if adapters is None:
+            raise UsageError("the engine takes no LoRA adapters: make it with enable_lora=True")
+        return adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before its first request. Return whether it was not known.
+
+        Raises RequestError if it cannot be read or does not fit the model, UsageError without enable_lora.
+        """
+        adapters = self._adapters
+        is_new = lora_request not in adapters.requests
+        adapters.find(lora_request)
+        return is_new
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this lora_int_id. Unfinished requests keep it. Return whether it was known.
+
+        Raises UsageError without enable_lora.
+        """
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
+        return {request.lora_int_id for request in self._adapters.requests}
 
     # Prefixes
 

@@ -38,6 +38,8 @@ from .request_spec import (
 )
 
 if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
+    from .adapters import Adapters
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
@@ -68,6 +70,7 @@ class RequestFactory:
         self.max_num_seqs = max_num_seqs
         self.seed = seed
         self.scheduling_policy = scheduling_policy
+        self.adapters: Adapters | None = None
         self.default_params = text.default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
@@ -93,6 +96,8 @@ class RequestFactory:
         inputs = self._inputs(
             request_id, prepared, params, tenant, _deadline(params, now), part_of=spec.part_of
         )
+        if spec.lora_request is not None:
+            inputs = self._with_adapter(inputs, spec.lora_request)
         resumed = spec.resumed
         if resumed is not None:
             inputs = replace(inputs, is_resumed=True)
@@ -119,6 +124,17 @@ class RequestFactory:
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
+
+    def _with_adapter(self, inputs: RequestInputs, request: LoRARequest) -> RequestInputs:
+        """Return the inputs of a request with an adapter, on which its KV depends."""
+        if self.adapters is None:
+            raise RequestError(
+                f"the engine takes no LoRA adapters, got lora_request {request!r}: make it with "
+                "enable_lora=True",
+                param="lora_request",
+            )
+        number, namespace = self.adapters.find(request)
+        return replace(inputs, adapter=number, namespace=namespace + inputs.namespace)
 
     def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
         """Let the only sample go on after tokens that the user gives."""
@@ -207,8 +223,8 @@ class RequestFactory:
                 param="n",
             )
         salt = params.cache_salt
-        if salt not in (None, inherited.params.cache_salt) and (
-            self.prompts.namespace(salt, parent.num_prompt_tokens) != inherited.namespace
+        if salt not in (None, inherited.params.cache_salt) and not inherited.namespace.endswith(
+            self.prompts.namespace(salt, parent.num_prompt_tokens)
         ):
             raise RequestError(
                 f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
@@ -222,7 +238,7 @@ class RequestFactory:
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
         same_stops = params.stop == inherited.params.stop
         num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
+        inputs = replace(inputs, num_unstopped_tokens=num_unstopped, adapter=inherited.adapter)
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
@@ -274,6 +290,8 @@ class RequestFactory:
             generates=False,
             part_of=terms.part_of,
         )
+        if terms.lora_request is not None:
+            inputs = self._with_adapter(inputs, terms.lora_request)
         request = Request(inputs, report=report, metrics=RequestMetrics(now))
         return RequestGroup(request_id, [request])
 

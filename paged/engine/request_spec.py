@@ -14,6 +14,7 @@ from ..requests.token_rules import TokenRules
 from ..text.prompt_parser import ParsedPrompt
 
 if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from .model_text import ModelText
@@ -54,6 +55,7 @@ class RequestSpec:
     resumed: the samples to continue after another engine has ended. The request was accepted there: a full
         queue does not refuse it, and its tenant was charged for the prompt.
     part_of: see `RequestInputs`.
+    lora_request: the LoRA adapter; None: the model alone.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared
@@ -64,6 +66,7 @@ class RequestSpec:
     generated_token_ids: Sequence[int] = ()
     resumed: Sequence[SampleSoFar] | None = None
     part_of: str = ""
+    lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling_params, SamplingParams):  # which the caller may assign to later
@@ -98,12 +101,13 @@ class ReportSpec(Protocol[Found]):
 
 
 class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled. part_of: see `RequestInputs`."""
+    """How a request for a report is scheduled. part_of: see `RequestInputs`; lora_request: `RequestSpec`."""
 
     priority: float = 0.0
     tenant: str = ""
     timeout_s: float | None = None
     part_of: str = ""
+    lora_request: LoRARequest | None = None
 
     def params(self) -> SamplingParams:
         """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""

@@ -44,6 +44,10 @@ class Batch:
     age: int = 0  # how many times the batch was advanced by one token in place
     # i32[num_seqs]: the slot of each sequence's state; None: the model keeps none
     seats: Tensor | None = None
+    # i32[num_tokens], i32[num_output_rows]: the slot of each one's LoRA adapter, -1 without; None: no token
+    # has an adapter
+    adapters: Tensor | None = None
+    output_adapters: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
 

@@ -93,7 +93,7 @@ class DecoderLayer(Loadable):
 
         Return what is left to add to the residual.
         """
-        hidden = self.mixer.attend(query, queries, kv_cache)
+        hidden = self._attend(query, rows, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -107,11 +107,17 @@ class DecoderLayer(Loadable):
             self.kernels.scale_and_cap(residual, self.factor)
         return left
 
+    def _attend(self, query: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache) -> Tensor:
+        if rows.adapters is None:
+            return self.mixer.attend(query, queries, kv_cache)
+        assert isinstance(self.mixer, Attention), "models whose layers keep states take no adapters"
+        return self.mixer.attend(query, queries, kv_cache, rows.adapters)
+
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
-        if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
-            out: Tensor = self.mlp(hidden)
+        if isinstance(self.mlp, ManyExperts):
+            out: Tensor = self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
         else:
-            out = self.mlp(hidden, count=rows.real_count)
+            out = self.mlp(hidden, rows.adapters)
         return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
@@ -171,7 +177,7 @@ class ParallelLayer(DecoderLayer):
         """Run the layer as `DecoderLayer.attend` does."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
-        self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
+        self.kernels.add(self._attend(query, rows, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
 
@@ -278,7 +284,8 @@ class Decoder(nn.Module):
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
             inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
             stream = Stream(residual, None, inputs)
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
+        angles = [rotary(batch) for rotary in self.rotary]
+        rows = TokenRows(angles, stream.inputs, batch.real_count, batch.adapters)
         if self.positions is not None:  # added to the embeddings by the first norm
             stream = stream._replace(hidden=self.positions(batch.positions))
         return stream, rows
@@ -311,6 +318,7 @@ class Decoder(nn.Module):
             query = kernels.take_rows(query.flatten(1), taken).view(-1, *query.shape[1:])
             residual = kernels.take_rows(residual, taken)
             rows = rows.take(taken, kernels)
+        rows = rows._replace(adapters=batch.output_adapters)
         hidden = last.attend(query, residual, rows, queries, kv_cache)
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)

@@ -69,6 +69,7 @@ NO_SEAT = -1
 # Why a request is held; one may be for both reasons.
 SLOW_READER = 1
 NO_MASK = 2
+NO_ADAPTER = 4
 LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
@@ -148,6 +149,7 @@ class RequestInputs:
     is_resumed: whether another engine had accepted the request before.
     generates: False for a request that only reports on its prompt; its output stays empty.
     namespace: everything but the tokens that the KV depends on.
+    adapter: the number of its LoRA adapter; 0: none.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
         None: it never changes.
     part_of: the call that this request is one of many parts of, such as an HTTP request with many prompts; ""
@@ -172,6 +174,7 @@ class RequestInputs:
     tenant: str = ""
     part_of: str = ""
     namespace: bytes = b""
+    adapter: int = 0
     long_from: int | None = None
     deadline: float = math.inf
     wants_logprobs: bool = field(init=False)  # of the output
@@ -216,6 +219,7 @@ class Request:
         `StepsAhead`. ahead_until: the number of known and pending tokens from which on its next step waits
         for all results; 0: it always does.
     seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
+    adapter_slot: where the device has its adapter while it runs; -1: nowhere.
     arrival: its number in the order of arrival.
     rank: its place among the running requests.
     protected: whether it reached max_preemptions and is not preempted any more.
@@ -240,6 +244,7 @@ class Request:
     num_pending: int = 0
     ahead_until: int = 0
     seat: int = NO_SEAT
+    adapter_slot: int = -1
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False

@@ -173,6 +173,8 @@ class ModelRunner(PartRunner):
             self._move_blocks(*moves)
             self._move_states(state_moves)
             return Pending(self)
+        if computed.adapter_loads:
+            self.load_adapters(computed)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
         draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
@@ -237,7 +239,8 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.model_config.states:  # rows that pad a step have no state
+        # Rows that pad a step have no state and no adapter.
+        if self.device.type != "cuda" or self.model_config.states or self.lora is not None:
             return None
         from .decode_graphs import new_decode_graphs
 

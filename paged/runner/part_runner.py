@@ -27,7 +27,9 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
+    from ..checkpoints.lora_adapter import LoraAdapter
     from ..model.cache.states import Run
+    from ..model.lora import LoraSlots
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
@@ -100,6 +102,10 @@ class PartRunner:
             if on_gpu:
                 room = memory.free - memory.total + int(memory.total * config.gpu_memory_utilization)
             self.sizes = with_seats(sizes, room, None if peers is None else peers.least_seats)
+        self.lora: LoraSlots | None = None
+        self.adapters: dict[int, LoraAdapter] = {}  # in host memory, by number
+        if config.enable_lora:
+            self.lora = new_lora_slots(config, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
@@ -174,6 +180,12 @@ class PartRunner:
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
 
+    def load_adapters(self, plan: ComputedPart) -> None:
+        """Copy adapters into the slots that a step reads."""
+        for adapter, slot in plan.adapter_loads:
+            assert self.lora is not None, "only an engine with slots has adapters"
+            self.lora.set(slot, self.adapters[adapter])
+
     def send_state_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent, list[Run]] | None:
         """Add the moves of states in a step to the upload, for `_move_states`; None if there are none."""
         states = self.kv_cache.states
@@ -200,6 +212,19 @@ class PartRunner:
         """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
+
+
+def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
+    """Return the slots of adapters in a model. Raises ConfigError where it can have none."""
+    from ..model.lora import LoraSlots
+
+    return LoraSlots(
+        model,
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        targets=config.lora_target_modules,
+        device=device,
+    )
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

@@ -52,6 +52,8 @@ class ComputedPart:
         it. Rows with drafts occur once for each of their tokens.
     asked: the prompt positions for which a report is wanted in this step; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
+    adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
+    adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -71,6 +73,8 @@ class ComputedPart:
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
+    adapters: Sequence[int] = ()
+    adapter_loads: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -271,6 +275,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
+        if schedule.adapters is not None:
+            computed.adapters, computed.adapter_loads = schedule.adapters
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

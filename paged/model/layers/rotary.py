@@ -234,14 +234,15 @@ class TokenRows(NamedTuple):
 
     angles: of each rotary embedding of the model.
     inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
-    real_count: as of a `Batch`.
+    real_count, adapters: as of a `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
     real_count: Tensor | None = None
+    adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n]."""
+        """Return the rows with these indices, i64[n], but for their adapters."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

@@ -17,6 +17,7 @@ from ...architectures.spec import LongContext
 from ...device.transfers import Sent, Upload, arrived
 from ...model.batch import Batch, Queries
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 Tables: TypeAlias = "list[array[int]]"  # the block tables of one sequence, one for each layer group
 
@@ -37,6 +38,7 @@ class _Step:
     decoding: list[int] | None  # the seats, if the batch may be advanced in place
     seats: Sent | None = None  # where states are
     decodes: _Decodes | None = None  # what is kept to do so
+    adapters: StepAdapters | None = None
 
 
 class HostBatches:
@@ -108,6 +110,8 @@ class HostBatches:
             seats=arrived(step.seats),
             is_decode=step.is_decode,
         )
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         if step.decoding is not None:
             step.decodes = _Decodes(step.decoding, step, batch)
             self._kept.append(step.decodes)
@@ -196,6 +200,7 @@ class HostBatches:
             is_decode=is_decode,
             sampled_seats=np.array(plan.sampled_seats, np.intp),
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 

@@ -38,6 +38,7 @@ from ...kernels.seats import (
 from ...model.batch import Batch, Queries
 from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 MOST_PARTS = 1024  # of the static tensors that are kept
@@ -82,6 +83,7 @@ class _Step(NamedTuple):
     num_logits: int
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
+    adapters: StepAdapters | None
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
 
 
@@ -201,6 +203,7 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             last_tokens=last_tokens,
         )
 
@@ -225,6 +228,8 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
