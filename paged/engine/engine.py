@@ -198,7 +198,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         scheduler.have_adapters(config.max_loras)
 
         def in_use() -> set[int]:
-            return {r.inputs.adapter for r in (*scheduler.running, *scheduler.waiting())}
+            made = (sample for group in self.core.groups.values() for sample in group.samples)
+            return {r.inputs.adapter for r in (*made, *scheduler.running, *scheduler.waiting())}
 
         most = config.max_cpu_loras or config.max_loras
         return Adapters(slots, self.runner.adapters, self.model_config.tensor_names, most, in_use)

@@ -45,7 +45,7 @@ class Batch:
     # i32[num_seqs]: the slot of each sequence's state; None: the model keeps none
     seats: Tensor | None = None
     # i32[num_tokens], i32[num_output_rows]: the slot of each one's LoRA adapter, -1 without; None: no token
-    # has an adapter
+    # has an adapter. In a decode both are the same
     adapters: Tensor | None = None
     output_adapters: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from

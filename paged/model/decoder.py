@@ -310,15 +310,14 @@ class Decoder(nn.Module):
             return residual[:0]
         last, *readers = islice(self.layers, self.last_kv, None)
         angles = [rotary(batch) for rotary in self.rotary] if readers else []
-        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count)
+        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count, batch.adapters)
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
             taken = batch.output_rows
             kernels = self.kernels
             query = kernels.take_rows(query.flatten(1), taken).view(-1, *query.shape[1:])
             residual = kernels.take_rows(residual, taken)
-            rows = rows.take(taken, kernels)
-        rows = rows._replace(adapters=batch.output_adapters)
+            rows = rows.take(taken, kernels)._replace(adapters=batch.output_adapters)
         hidden = last.attend(query, residual, rows, queries, kv_cache)
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)
