@@ -102,6 +102,8 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
             own_name = _name_in_decoder(a, module, names)
             low, high = _read(a), _read(b)
             _check_shapes(a, b, config.rank_of(module))
+            if own_name in parts:
+                raise CheckpointError(f"{path}: {module} is there twice, under two names")
             for each in (low, high):
                 digest.update(each.numpy().tobytes())
             digest.update(own_name.encode())

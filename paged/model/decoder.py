@@ -101,7 +101,7 @@ class DecoderLayer(Loadable):
         left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
-            self.input(rows.inputs, residual)
+            self.input(rows.inputs, residual, rows.adapters)
         if self.factor != 1.0:
             assert left is None, "the residual is multiplied after the addition of an output"
             self.kernels.scale_and_cap(residual, self.factor)
@@ -282,7 +282,9 @@ class Decoder(nn.Module):
             residual: Tensor = self.embedding(batch.token_ids)
             if self.embedding_factor != 1.0:
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
-            inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
+            inputs = None
+            if self.inputs is not None:
+                inputs = self.inputs(batch.token_ids, residual, batch.adapters)
             stream = Stream(residual, None, inputs)
         angles = [rotary(batch) for rotary in self.rotary]
         rows = TokenRows(angles, stream.inputs, batch.real_count, batch.adapters)

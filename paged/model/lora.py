@@ -64,11 +64,6 @@ class LoraLayer:
         self.columns = torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 3)
         self._kernels = kernels
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all slots."""
-        return self.a.nbytes + self.b.nbytes
-
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
         """Add what the adapters in these slots make of x, i32[num_tokens], to the output."""
         self._kernels.add_lora(x, out, self.a, self.b, self.ranks, self.columns, slots)
@@ -107,28 +102,12 @@ class LoraSlots:
         self.max_rank = max_rank
         self._names = model.config.tensor_names
         self._layers: list[LoraLayer] = []
-        for linear in adaptable(model):
-            places = _places(linear.stored)
-            if targets is not None:
-                places = {name: own for name, own in places.items() if self._is_target(name, targets)}
-            if places:
-                layer = LoraLayer(
-                    linear, places, num_slots, max_rank, model.dtype, device, model.kernels
-                )
-                linear.lora = layer
-                self._layers.append(layer)
+        for linear, places in targets_of(model, targets):
+            linear.lora = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
+            self._layers.append(linear.lora)
         if not self._layers:
             raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
         self._in = {name: layer for layer in self._layers for name in layer.places}
-
-    def _is_target(self, name: str, targets: Collection[str]) -> bool:
-        own = {name.rpartition(".")[2], self._names.in_checkpoint(f"{name}.weight").split(".")[-2]}
-        return not own.isdisjoint(targets)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all slots."""
-        return sum(layer.num_bytes for layer in self._layers)
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raise CheckpointError for an adapter that does not fit the model or its slots."""
@@ -172,9 +151,42 @@ def check_adapter(
             )
 
 
+def targets_of(
+    model: Decoder, targets: Collection[str] | None
+) -> Iterator[tuple[Linear, dict[str, list[_Place]]]]:
+    """Yield the linear layers that have slots, and where the matrices that make them up are, by name.
+
+    targets: the endings of the names of these matrices; None takes all.
+    """
+    names = model.config.tensor_names
+
+    def is_target(name: str) -> bool:
+        stored = names.in_checkpoint(f"{name}.weight").split(".")[-2]
+        return targets is None or name.rpartition(".")[2] in targets or stored in targets
+
+    for linear in adaptable(model):
+        places = {name: own for name, own in _places(linear.stored).items() if is_target(name)}
+        if places:
+            yield linear, places
+
+
+def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -> int:
+    """Return the bytes of a slot for an adapter in all layers of a model, which may be on the meta device."""
+    numbers = 0
+    for linear, _ in targets_of(model, targets):
+        numbers += len(linear.stored.parts) * linear.in_features + linear.stored.num_rows
+    return numbers * max_rank * model.dtype.itemsize
+
+
 def adaptable(model: Decoder) -> Iterator[Linear]:
-    """Yield the linear layers that adapters may change: those of attention and of MLPs."""
+    """Yield the linear layers that adapters may change: those of attention and of MLPs, and the projections of
+    per-layer embeddings.
+    """
+    if model.inputs is not None:
+        yield model.inputs.per_layer_model_projection
     for layer in model.layers:
+        if layer.input is not None:
+            yield from (layer.input.per_layer_input_gate, layer.input.per_layer_projection)
         if isinstance(layer.mixer, Attention):
             yield from (layer.mixer.qkv, layer.mixer.output)
         if isinstance(layer.mlp, MLP):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
-from ..base.errors import ResourceError
+from ..base.errors import ConfigError, ResourceError
 from ..blocks.pool import BlockId
 from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..checkpoints.lora_adapter import LoraAdapter
     from ..model.cache.states import Run
     from ..model.lora import LoraSlots
+    from ..model.model import Model
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .step_graphs import StepGraphs  # needs numba
@@ -88,6 +89,11 @@ class PartRunner:
             from .draft_model import with_draft
 
             sizes = with_draft(sizes, self.device, draft)
+        if config.enable_lora and model_config.states:
+            raise ConfigError(
+                f"enable_lora=True is not supported for {model_config.architecture}, whose layers keep states; "
+                "merge the adapter into its model"
+            )
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
