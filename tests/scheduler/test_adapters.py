@@ -61,7 +61,8 @@ def run_world(seed):
             assert [contents[slot] if slot >= 0 else 0 for slot in slots or [-1] * len(needed)] == needed
             assert len({*needed} - {0}) <= num_slots
             num_steps += any(needed)
-        updated(scheduler, schedule)
+        if not schedule.is_empty:
+            updated(scheduler, schedule)
         ended += [request for request in live if request.status is RequestStatus.FINISHED]
         live = [request for request in live if request.status is not RequestStatus.FINISHED]
     for request in ended:
