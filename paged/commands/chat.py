@@ -61,6 +61,7 @@ def chat(
     chat_template_kwargs: Annotated[
         str | None, typer.Option(help=TEMPLATE_KWARGS_HELP, rich_help_panel=MODEL)
     ] = None,
+    lora: common.Lora = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,
@@ -80,7 +81,11 @@ def chat(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     if options["url"] is None:
-        answers: Answers = _of_engine(name, options, sampling, template)
+        own = _of_engine(name, common.with_lora(options, lora), sampling, template)
+        own.lora_request = common.lora_request(lora)
+        answers: Answers = own
+    elif lora is not None:
+        raise CliError("--lora is for a model here; on a server an adapter is a model: give its name")
     else:
         answers = _of_server(name, options, sampling, template)
     return Chat(answers, system, stream_interval_s).run()

@@ -22,6 +22,7 @@ from .options import option
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..server.launcher import Launcher
 
 EXIT_FAILED = 1
@@ -46,6 +47,9 @@ ModelArgument = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
 ]
 ModelOption = Annotated[str | None, option(EngineConfig, "model", "--model", default=DEFAULT_MODEL)]
+LORA_HELP = """A LoRA adapter to compute with: a directory of PEFT's, or an id on the hub. --max-lora-rank
+bounds its rank. [default: none]"""
+Lora = Annotated[str | None, typer.Option(help=LORA_HELP, rich_help_panel=MODEL)]
 SCHEMA_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
 JsonSchema = Annotated[str | None, typer.Option(help=SCHEMA_HELP, rich_help_panel=OUTPUT)]
 OBJECT_HELP = "Make the output a JSON object. [default: off]"
@@ -145,6 +149,20 @@ def driver_options(
     result = engine_options(model, options, names)
     follow(result)
     return result
+
+
+def with_lora(options: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """Return options of an engine that takes an adapter, if there is one."""
+    return dict(options) if path is None else {**options, "enable_lora": True}
+
+
+def lora_request(path: str | None) -> LoRARequest | None:
+    """Return the request for the adapter of --lora; None if there is none."""
+    if path is None:
+        return None
+    from ..options.lora_request import LoRARequest
+
+    return LoRARequest(path, 1, path)
 
 
 def follow(options: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from .prompt_file import DEFAULT_COMPLETION_TOKENS, PromptFile
 if TYPE_CHECKING:
     from ..blocks.manager import BlockManager
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..requests.request import RequestOutput
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
@@ -46,6 +47,7 @@ def generate(
     resume: Annotated[bool, typer.Option("--resume", help=RESUME_HELP)] = False,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: common.ModelOption = None,
+    lora: common.Lora = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,
@@ -56,7 +58,7 @@ def generate(
     """Complete a prompt, streaming the text, or all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
-    engine_options = common.driver_options(model, options)
+    engine_options = common.driver_options(model, common.with_lora(options, lora))
     sampling = common.sampling_options(options | structured)
     if prompts is None:
         if live:
@@ -68,7 +70,8 @@ def generate(
         _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
-        return _stream(engine, text, engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS))
+        params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
+        return _stream(engine, text, params, common.lora_request(lora))
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
     if live and output is None:
@@ -84,12 +87,13 @@ def generate(
     if output is None or _is_stream(output):
         with nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines:
             file = PromptFile(jobs, lambda result: print(json.dumps(result), file=lines, flush=True))
+            file.lora_request = common.lora_request(lora)
             return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
     with ResultFile(output, prompts) as results:
         if results.size and not (overwrite or resume):
             raise FileError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
-        run_options = RunOptions(output, engine_options, sampling, prompts)
+        run_options = RunOptions(output, engine_options, {**sampling, "lora": lora}, prompts)
         has_known_options = run_options.check() if earlier.size else True
         if not has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output))
@@ -99,7 +103,9 @@ def generate(
             if not earlier.size or not has_known_options:
                 run_options.keep()
 
-        return PromptFile(jobs, results.write, earlier, begin).complete(engine_options, live=live)
+        file = PromptFile(jobs, results.write, earlier, begin)
+        file.lora_request = common.lora_request(lora)
+        return file.complete(engine_options, live=live)
 
 
 def _is_stream(output: Path) -> bool:
@@ -125,9 +131,11 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
+def _stream(
+    engine: LLMEngine, prompt: str, params: SamplingParams, lora_request: LoRARequest | None
+) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request("0", prompt, params)
+    engine.add_request("0", prompt, params, lora_request=lora_request)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():

@@ -14,6 +14,7 @@ import typer
 
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
+from ..options.lora_request import lora_modules_of
 from ..server.access.keys import keys_of
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
@@ -54,6 +55,8 @@ def serve(
     settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
     _take_weights(serve_options, engine_options)
+    if serve_options.lora_modules and not engine_options.get("enable_lora"):
+        raise ConfigError("lora_modules needs enable_lora: paged serve MODEL --enable-lora --lora-modules NAME=PATH")
     common.follow(engine_options)
 
     from ..server.http.listener import bind_all, new_event_loop
@@ -125,6 +128,7 @@ async def _serve(engine_options: Mapping[str, Any], options: ServeOptions, liste
         **engine_options,
         replicas=options.replicas,
         router=options.router,
+        lora_modules=lora_modules_of(options.lora_modules),
         stream_interval_s=options.stream_interval_s,
         log_format=options.log_format,
         resume=options.resume,

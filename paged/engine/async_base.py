@@ -294,6 +294,7 @@ class AsyncEngine(ABC, Generic[E]):
         tenant: str = "",
         timeout_s: float | None = None,
         part_of: str = "",
+        lora_request: LoRARequest | None = None,
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
@@ -317,7 +318,7 @@ class AsyncEngine(ABC, Generic[E]):
         spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
         parsed = spec.prompt
         spec = without_text(spec)
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -333,6 +334,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        lora_request: LoRARequest | None = None,
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> list[ScoreOutput]:
@@ -348,7 +350,7 @@ class AsyncEngine(ABC, Generic[E]):
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
         part_of = names[0] if len(names) > 1 else ""
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:

@@ -107,7 +107,7 @@ class ReportTerms(NamedTuple):
     tenant: str = ""
     timeout_s: float | None = None
     part_of: str = ""
-    lora_request: LoRARequest | None = None
+    lora_request: Any = None
 
     def params(self) -> SamplingParams:
         """Return sampling parameters with these terms, which generate nothing. Raises RequestError."""

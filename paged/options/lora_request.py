@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..base.arguments import strict
-from ..base.errors import RequestError
+from ..base.errors import ConfigError, RequestError
 from ..base.validation import check_bool, check_int, shown
 
 
@@ -54,3 +56,40 @@ class LoRARequest:
 
 
 strict(LoRARequest, "LoRARequest")
+
+
+def lora_modules_of(modules: Sequence[str]) -> list[LoRARequest]:
+    """Return the adapters of options such as "sql=path/to/adapter", numbered from 1 on.
+
+    As in vLLM, one may also be a JSON object with "name" and "path".
+
+    Raises ConfigError naming the text that is wrong.
+    """
+    found: list[LoRARequest] = []
+    for text in modules:
+        name, separator, path = text.partition("=")
+        if text.startswith("{"):
+            name, path = _named(text)
+        elif not separator:
+            path = ""
+        if not name or not path:
+            raise ConfigError(f"lora_modules must be NAME=PATH, got {shown(text)}")
+        if name in (each.lora_name for each in found):
+            raise ConfigError(f"lora_modules has two adapters of the name {name!r}")
+        found.append(LoRARequest(name, len(found) + 1, path))
+    return found
+
+
+def _named(text: str) -> tuple[str, str]:
+    """Return name and path of an object in JSON."""
+    try:
+        found = json.loads(text)
+        name, path = found.pop("name"), found.pop("path")
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        raise ConfigError(
+            f'lora_modules must be NAME=PATH or {{"name": ..., "path": ...}}, got {shown(text)}'
+        ) from None
+    found.pop("base_model_name", None)
+    if found or not isinstance(name, str) or not isinstance(path, str):
+        raise ConfigError(f"lora_modules takes texts as name and path, and no other keys, got {shown(text)}")
+    return name, path

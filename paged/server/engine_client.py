@@ -23,6 +23,7 @@ from ..engine.model_text import ModelText
 from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
+from ..options.lora_request import LoRARequest
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
 from ..scheduler.stats import EngineStats
@@ -60,6 +61,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
 
     replicas: engine processes, each with a GPU of its own or its share of the cores.
     router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
+    lora_modules: the LoRA adapters that the engines read before they serve.
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: the format of the processes' lines on stderr, "text" or "json".
 
@@ -86,6 +88,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         max_restarts: int = DEFAULT_TERMS.max_restarts,
         step_timeout: float = DEFAULT_TERMS.step_timeout,
         launcher: Launcher = ON_THIS_MACHINE,
+        lora_modules: Sequence[LoRARequest] = (),
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
@@ -100,7 +103,15 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         _check_share(config, num_sharing)
         sent = {"model": model, **sendable_options(config, options), **launcher.engine_options}
         starts = [
-            frames.Start(sent, stream_interval_s, log_format, replica, num_sharing, socket.gethostname())
+            frames.Start(
+                sent,
+                stream_interval_s,
+                log_format,
+                replica,
+                num_sharing,
+                socket.gethostname(),
+                [frames.Adapter(each.name, each.adapter_id, each.path) for each in lora_modules],
+            )
             for replica in range(replicas)
         ]
         self._divides_machine = launcher.divides_machine
@@ -147,6 +158,23 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         for engine in self._running():
             engine.reset_prefix_cache()
+
+    async def load_adapter(self, request: LoRARequest) -> None:
+        """Have all engines read a LoRA adapter.
+
+        Raises RequestError if it cannot be used, EngineDeadError.
+        """
+        await self._attach()
+        adapter = frames.Adapter.of(request)
+        assert adapter is not None
+        for engine in self._running():
+            await engine.load_adapter(adapter)
+
+    async def unload_adapter(self, number: int) -> None:
+        """Have all engines forget the adapter of this lora_int_id. Unfinished requests keep it."""
+        await self._attach()
+        for engine in self._running():
+            engine.unload_adapter(number)
 
     async def resize(self, replicas: int) -> None:
         """Add or remove engine processes while requests run, until there are so many.
@@ -243,6 +271,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             given,
             is_whole=_comes_whole(sent_kind, kind),
             part_of=spec.part_of,
+            adapter=frames.Adapter.of(spec.lora_request),
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -256,10 +285,13 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         terms: ReportTerms,
     ) -> SentRequest:
         order: frames.Embed | frames.ScoreTokens
+        adapter = frames.Adapter.of(terms.lora_request)
+        terms = terms._replace(lora_request=None)
+        key = self._supervisor.next_key()
         if isinstance(spec, EmbeddingSpec):
-            order = frames.Embed(self._supervisor.next_key(), request_id, spec, terms)
+            order = frames.Embed(key, request_id, spec, terms, adapter)
         else:
-            order = frames.ScoreTokens(self._supervisor.next_key(), request_id, spec, terms)
+            order = frames.ScoreTokens(key, request_id, spec, terms, adapter)
         inbox = Inbox(request_id, None, spec.prompt.token_ids, RequestOutputKind.FINAL_ONLY)
         request = SentRequest(self._supervisor, order, inbox)
         self._supervisor.begin(request, engine)
@@ -291,6 +323,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             parent.order.tenant,
             [],
             is_whole=_comes_whole(sent_kind, kind),
+            adapter=parent.order.adapter,
         )
         inbox = Inbox(
             new_request_id,

@@ -262,6 +262,10 @@ class EngineServer:
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
             case frames.ForgetPrefixes():
                 self._tell(LLMEngine.reset_prefix_cache)
+            case frames.LoadAdapter():
+                self._load_adapter(order)
+            case frames.UnloadAdapter():
+                self._tell(lambda engine: engine.remove_lora(order.number))
             case frames.Ask():
                 self.loop.call(lambda engine: self._answer(order.key, engine))
             case frames.Look():
@@ -284,6 +288,18 @@ class EngineServer:
             logger.error("there is no picture of the engine", exc_info=error)
             self.link.send(frames.Refused(key, *described(error)))
 
+    def _load_adapter(self, order: frames.LoadAdapter) -> None:
+        """Read an adapter between two steps. Send whether it can be used."""
+
+        def answer(call: Future[object]) -> None:
+            error = call.exception()
+            if error is None:
+                self.link.send(frames.Loaded(order.key))
+            elif not isinstance(error, EngineDeadError):
+                self.link.send(frames.Refused(order.key, *described(error)))
+
+        self.loop.call(lambda engine: engine.add_lora(order.adapter.request())).add_done_callback(answer)
+
     def _tell(self, function: Callable[[LLMEngine], object]) -> None:
         """Call a function of the engine between two steps, and log what it raises."""
 
@@ -301,7 +317,8 @@ class EngineServer:
 
         def add(engine: LLMEngine) -> None:
             engine.prompts.check_parsed(spec.prompt)
-            terms = order.terms._replace(timeout_s=deadline.left_s)
+            adapter = None if order.adapter is None else order.adapter.request()
+            terms = order.terms._replace(timeout_s=deadline.left_s, lora_request=adapter)
             # Set before a step may finish it.
             outbox.request = engine.core.add_report(order.request_id, spec, terms, outbox)
 
@@ -359,6 +376,7 @@ class EngineServer:
             generated_token_ids=order.generated_token_ids,
             resumed=order.resumed,
             part_of=order.part_of,
+            lora_request=None if order.adapter is None else order.adapter.request(),
         )
         return self.loop.prepare(spec)
 
@@ -483,6 +501,8 @@ def main() -> None:
     try:
         take_share(start)
         engine = LLMEngine(**start.options)
+        for adapter in start.adapters:
+            engine.add_lora(adapter.request())
     except Exception as error:
         link.send(refusal_of(start, error))
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.request_spec import ReportTerms, SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
+from ..options.lora_request import LoRARequest
 from ..options.sampling_params import SamplingParams
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..scheduler.picture import EnginePicture
@@ -51,6 +52,26 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
     """A message between front end and engine process. `key` is the front end's number of a request."""
 
 
+class Adapter(msgspec.Struct, array_like=True):
+    """A LoRA adapter: see `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+    replaces: bool = False
+
+    @classmethod
+    def of(cls, request: LoRARequest | None) -> Self | None:
+        """Return what is sent of a request's adapter."""
+        if request is None:
+            return None
+        return cls(request.lora_name, request.lora_int_id, request.lora_path, request.load_inplace)
+
+    def request(self) -> LoRARequest:
+        """Return the request for the adapter."""
+        return LoRARequest(self.name, self.number, self.path, self.replaces)
+
+
 # From the front end
 
 
@@ -60,6 +81,7 @@ class Start(Frame):
     log_format: the format of the process's lines on stderr.
     replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
     host: the name of the front end's machine.
+    adapters: the LoRA adapters that the engine reads before it serves.
     """
 
     options: dict[str, Any]
@@ -68,6 +90,7 @@ class Start(Frame):
     replica: int
     num_replicas: int
     host: str
+    adapters: list[Adapter] = []
 
 
 class Generate(Frame):
@@ -89,6 +112,7 @@ class Generate(Frame):
     resumed: list[SampleSoFar] | None = None
     is_whole: bool = False
     part_of: str = ""
+    adapter: Adapter | None = None
 
 
 class Fork(Frame):
@@ -107,6 +131,7 @@ class Embed(Frame):
     request_id: str
     spec: EmbeddingSpec
     terms: ReportTerms
+    adapter: Adapter | None = None
 
 
 class ScoreTokens(Frame):
@@ -116,6 +141,7 @@ class ScoreTokens(Frame):
     request_id: str
     spec: ScoreSpec
     terms: ReportTerms
+    adapter: Adapter | None = None
 
 
 class Abort(Frame):
@@ -146,6 +172,19 @@ class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
 
+class LoadAdapter(Frame):
+    """Read a LoRA adapter. Answer with `Loaded`, or `Refused`."""
+
+    key: int
+    adapter: Adapter
+
+
+class UnloadAdapter(Frame):
+    """Forget a LoRA adapter. Unfinished requests keep it."""
+
+    number: int
+
+
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
@@ -169,6 +208,8 @@ Order = (
     | Resume
     | Weigh
     | ForgetPrefixes
+    | LoadAdapter
+    | UnloadAdapter
     | Ask
     | Look
 )
@@ -267,6 +308,12 @@ class Seen(Frame):
     picture: EnginePicture
 
 
+class Loaded(Frame):
+    """The answer to `LoadAdapter`."""
+
+    key: int
+
+
 class Heartbeat(Frame):
     """A sign of life. A separate thread sends it every second, as a step may take longer.
 
@@ -286,7 +333,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from ..base.errors import ConfigError
 from ..base.validation import check_bool, check_int, check_number, shown
 from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
+from ..options.lora_request import lora_modules_of
 from ..options.sampling_params import MAX_LOGPROBS
 from ..protocol.limits import MAX_PROMPTS
 from .restart_terms import DEFAULT_TERMS, RestartTerms
@@ -41,7 +42,7 @@ _OPTIONAL_TEXTS = (
     "ray",
 )
 _TEXTS = ("host", "metrics_prefix")
-_LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
+_LISTS = ("api_key", "served_model_name", "lora_modules", "allowed_origins", "allowed_hosts")
 _TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
 _SWITCHES = (
     "enable_auto_tool_choice",
@@ -80,6 +81,8 @@ class ServeOptions:
         or * for all.
     served_model_name: the model's name in requests and responses, the first one in responses. The default is
         what `paged serve` is given as MODEL.
+    lora_modules: a LoRA adapter as NAME=PATH, one of several; requests choose it by NAME as their model. It
+        needs enable_lora.
     max_request_bytes: largest body of a request.
     head_timeout_s: seconds in which the head of a request has to arrive, from its first byte or, of the first
         request, from the connection.
@@ -141,6 +144,7 @@ class ServeOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
+    lora_modules: Sequence[str] = ()
     max_request_bytes: int = 16 * 2**20
     head_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
@@ -197,6 +201,7 @@ class ServeOptions:
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         self._check_keys()
+        lora_modules_of(self.lora_modules)
         for host in self.allowed_hosts:
             if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(

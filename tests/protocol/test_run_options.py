@@ -51,6 +51,11 @@ ENGINE = {
     "enforce_eager": True,
     "async_scheduling": False,
     "speculative_config": {"method": "ngram"},
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "max_cpu_loras": 3,
+    "lora_target_modules": ["q_proj"],
     "seed": 3,
     "skip_tokenizer_init": True,
 }
