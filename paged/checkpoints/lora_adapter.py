@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,7 +141,9 @@ def _matching(patterns: Mapping[str, object], module: str, path: Path) -> str:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return pattern
         except re.error as error:
-            raise CheckpointError(f"{path}: the pattern {pattern!r} is no regular expression: {error}") from None
+            raise CheckpointError(
+                f"{path}: the pattern {pattern!r} is no regular expression: {error}"
+            ) from None
     return ""
 
 

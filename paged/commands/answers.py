@@ -15,6 +15,7 @@ from .common import CliError, FailedError
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..requests.request import CompletionOutput, Prompt
 
 Messages = Sequence[Mapping[str, str]]

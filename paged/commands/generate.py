@@ -131,9 +131,7 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(
-    engine: LLMEngine, prompt: str, params: SamplingParams, lora_request: LoRARequest | None
-) -> int:
+def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, lora_request: LoRARequest | None) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
     engine.add_request("0", prompt, params, lora_request=lora_request)
     print(prompt, end="", flush=True)

@@ -56,7 +56,9 @@ def serve(
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
     _take_weights(serve_options, engine_options)
     if serve_options.lora_modules and not engine_options.get("enable_lora"):
-        raise ConfigError("lora_modules needs enable_lora: paged serve MODEL --enable-lora --lora-modules NAME=PATH")
+        raise ConfigError(
+            "lora_modules needs enable_lora: paged serve MODEL --enable-lora --lora-modules NAME=PATH"
+        )
     common.follow(engine_options)
 
     from ..server.http.listener import bind_all, new_event_loop

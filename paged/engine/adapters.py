@@ -69,7 +69,9 @@ class Adapters:
         adapter that cannot be read.
         """
         if not isinstance(request, LoRARequest):
-            raise RequestError(f"lora_request must be a LoRARequest, got {shown(request)}", param="lora_request")
+            raise RequestError(
+                f"lora_request must be a LoRARequest, got {shown(request)}", param="lora_request"
+            )
         known = self._known(request)
         if known is None or known.number not in self._memory:
             known = self._load(request)

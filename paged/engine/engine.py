@@ -124,7 +124,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> outputs = engine.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=16))
     >>> print(outputs[0].outputs[0].text)
 
-    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, such as mm_processor_kwargs,
+    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, as tokenization_kwargs,
     are accepted at values that change nothing here; docs/vllm-names.md lists them.
 
     On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
@@ -305,7 +305,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: LoRARequest | None | Iterable[LoRARequest | None] = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: float | Iterable[float] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -541,7 +541,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: LoRARequest | None | Iterable[LoRARequest | None] = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: float | Sequence[float] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string"] | None = None,

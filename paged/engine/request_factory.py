@@ -39,10 +39,10 @@ from .request_spec import (
 
 if TYPE_CHECKING:
     from ..options.lora_request import LoRARequest
-    from .adapters import Adapters
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
+    from .adapters import Adapters
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 

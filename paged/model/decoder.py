@@ -115,7 +115,9 @@ class DecoderLayer(Loadable):
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         if isinstance(self.mlp, ManyExperts):
-            out: Tensor = self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
+            out: Tensor = (
+                self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
+            )
         else:
             out = self.mlp(hidden, rows.adapters)
         return out

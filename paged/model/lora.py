@@ -134,8 +134,8 @@ def check_adapter(
         stored = names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
         if shape is None:
             raise CheckpointError(
-                f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: the model has "
-                "no such linear layer, it belongs to experts, embedding or head, or lora_target_modules "
+                f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: the model "
+                "has no such linear layer, it belongs to experts, embedding or head, or lora_target_modules "
                 "leaves it out"
             )
         rank = len(part.a)
@@ -179,9 +179,7 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 
 
 def adaptable(model: Decoder) -> Iterator[Linear]:
-    """Yield the linear layers that adapters may change: those of attention and of MLPs, and the projections of
-    per-layer embeddings.
-    """
+    """Yield the linear layers that adapters may change: of attention, MLPs and per-layer embeddings."""
     if model.inputs is not None:
         yield model.inputs.per_layer_model_projection
     for layer in model.layers:

@@ -293,7 +293,9 @@ class EngineConfig:
         if not self.enable_lora:
             for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
                 if (value := getattr(self, name)) != default:
-                    raise ConfigError(f"{name} {value} has no effect without enable_lora=True; give both or none")
+                    raise ConfigError(
+                        f"{name} {value} has no effect without enable_lora=True; give both or none"
+                    )
             for name in ("max_cpu_loras", "lora_target_modules"):
                 if (value := getattr(self, name)) is not None:
                     raise ConfigError(

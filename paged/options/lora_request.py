@@ -35,7 +35,9 @@ class LoRARequest:
                 value = str(value)
                 object.__setattr__(self, name, value)
             if not isinstance(value, str) or not value:
-                raise RequestError(f"{name} must be a non-empty string, got {shown(value)}", param="lora_request")
+                raise RequestError(
+                    f"{name} must be a non-empty string, got {shown(value)}", param="lora_request"
+                )
         check_int(RequestError, "lora_int_id", self.lora_int_id, 1, 2**63 - 1)
         check_bool(RequestError, "load_inplace", self.load_inplace)
 

@@ -1,5 +1,7 @@
 """What LoRA adapters add to the output of a linear layer, against float64 and each row alone."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def case(dtype, in_features, size, max_rank, num_parts, slots=SLOTS, seed=0):
     ranks[2] = max_rank
     ranks[0] = 0
     cuts = sorted({0, size, *torch.randint(1, size + 1, (num_parts,), generator=generator).tolist()})
-    columns = [[f, e, i % num_parts] for i, (f, e) in enumerate(zip(cuts, cuts[1:], strict=False))]
+    columns = [[f, e, i % num_parts] for i, (f, e) in enumerate(itertools.pairwise(cuts))]
     for slot in range(4):
         for part in range(num_parts):
             a[slot, part, ranks[slot, part] :] = torch.nan

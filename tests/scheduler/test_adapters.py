@@ -18,7 +18,7 @@ def run_world(seed):
         budget=generator.choice([9, 64]),
         num_host_blocks=generator.choice([0, 12]),
         policy=None,
-        **({"swap_pays": lambda n: True} if generator.random() < 0.3 else {}),
+        **({"swap_pays": lambda _: True} if generator.random() < 0.3 else {}),
     )
     scheduler.have_adapters(num_slots)
     contents = {}  # by slot: the adapter that the device has there
@@ -42,8 +42,11 @@ def run_world(seed):
             parent = generator.choice(live)
             if parent.status is RequestStatus.RUNNING:
                 child = new_request(
-                    f"{parent.request_id}", parent.num_prompt_tokens, 30,
-                    adapter=parent.inputs.adapter, namespace=parent.inputs.namespace,
+                    f"{parent.request_id}",
+                    parent.num_prompt_tokens,
+                    30,
+                    adapter=parent.inputs.adapter,
+                    namespace=parent.inputs.namespace,
                 )
                 child.token_ids = parent.token_ids.copy()
                 scheduler.fork(parent, child)

@@ -27,13 +27,19 @@ TARGETS = {
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "qwen3_moe": ATTENTION,
     "gpt_oss": ATTENTION,
-    "gemma4": (*ATTENTION, *MLP, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
+    "gemma4": (
+        *ATTENTION,
+        *MLP,
+        "per_layer_input_gate",
+        "per_layer_projection",
+        "per_layer_model_projection",
+    ),
 }
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Ignore what PEFT warns of: patterns that match nothing, and names of transformers' that are gone soon."""
+    """Ignore what PEFT warns of: patterns that match nothing, and old names of transformers."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -74,9 +74,7 @@ def _add_lora_kernel(
                     )
                     inner = tl.dot(x, a, inner, input_precision="ieee")
                 b = tl.load(
-                    b_ptr
-                    + (slot.to(tl.int64) * MAX_RANK + offs_rank)[:, None] * SIZE
-                    + offs_column[None, :],
+                    b_ptr + (slot.to(tl.int64) * MAX_RANK + offs_rank)[:, None] * SIZE + offs_column[None, :],
                     mask=(offs_rank < rank)[:, None] & mask_column[None, :],
                     other=0.0,
                 )

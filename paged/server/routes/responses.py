@@ -39,7 +39,9 @@ def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
 
 def _without_output(front: FrontEnd, response: ResponseInProgress, status: str) -> dict[str, Any]:
     """Return a response in progress: its output is what its own client gets."""
-    return response.call.chunks(response.identity, response.created, front.name_of(response.call)).response(status)
+    return response.call.chunks(response.identity, response.created, front.name_of(response.call)).response(
+        status
+    )
 
 
 class ResponsesRoute(AnswerRoute):
