@@ -137,7 +137,7 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
-    def tell(self, order: frames.Weigh | frames.ForgetPrefixes | frames.UnloadAdapter) -> None:
+    def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
         """Send an order that belongs to no request. Raises EngineDeadError."""
         self._send(order)
 
@@ -151,11 +151,7 @@ class EngineConnection(asyncio.Protocol):
         picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
         return picture
 
-    async def load_adapter(self, adapter: frames.Adapter) -> None:
-        """Have the engine read an adapter. Raises RequestError if it cannot be used, EngineDeadError."""
-        await self._asked(frames.LoadAdapter(next(self._asks), adapter))
-
-    async def _asked(self, question: frames.Ask | frames.Look | frames.LoadAdapter) -> Any:
+    async def _asked(self, question: frames.Ask | frames.Look) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question.key] = answer
         try:
@@ -293,8 +289,6 @@ class EngineConnection(asyncio.Protocol):
                 self._answer(key, stats)
             case frames.Seen(key=key, picture=picture):
                 self._answer(key, picture)
-            case frames.Loaded(key=key):
-                self._answer(key, None)
             case frames.Refused(key=int() as key) if (answer := self._answers.get(key)) is not None:
                 if not answer.done():
                     answer.set_exception(error_of(report))

@@ -159,23 +159,6 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         for engine in self._running():
             engine.reset_prefix_cache()
 
-    async def load_adapter(self, request: LoRARequest) -> None:
-        """Have all engines read a LoRA adapter.
-
-        Raises RequestError if it cannot be used, EngineDeadError.
-        """
-        await self._attach()
-        adapter = frames.Adapter.of(request)
-        assert adapter is not None
-        for engine in self._running():
-            await engine.load_adapter(adapter)
-
-    async def unload_adapter(self, number: int) -> None:
-        """Have all engines forget the adapter of this lora_int_id. Unfinished requests keep it."""
-        await self._attach()
-        for engine in self._running():
-            engine.unload_adapter(number)
-
     async def resize(self, replicas: int) -> None:
         """Add or remove engine processes while requests run, until there are so many.
 

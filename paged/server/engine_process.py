@@ -262,10 +262,6 @@ class EngineServer:
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
             case frames.ForgetPrefixes():
                 self._tell(LLMEngine.reset_prefix_cache)
-            case frames.LoadAdapter():
-                self._load_adapter(order)
-            case frames.UnloadAdapter():
-                self._tell(lambda engine: engine.remove_lora(order.number))
             case frames.Ask():
                 self.loop.call(lambda engine: self._answer(order.key, engine))
             case frames.Look():
@@ -287,18 +283,6 @@ class EngineServer:
         elif not isinstance(error, EngineDeadError):
             logger.error("there is no picture of the engine", exc_info=error)
             self.link.send(frames.Refused(key, *described(error)))
-
-    def _load_adapter(self, order: frames.LoadAdapter) -> None:
-        """Read an adapter between two steps. Send whether it can be used."""
-
-        def answer(call: Future[object]) -> None:
-            error = call.exception()
-            if error is None:
-                self.link.send(frames.Loaded(order.key))
-            elif not isinstance(error, EngineDeadError):
-                self.link.send(frames.Refused(order.key, *described(error)))
-
-        self.loop.call(lambda engine: engine.add_lora(order.adapter.request())).add_done_callback(answer)
 
     def _tell(self, function: Callable[[LLMEngine], object]) -> None:
         """Call a function of the engine between two steps, and log what it raises."""

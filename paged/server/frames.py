@@ -58,18 +58,17 @@ class Adapter(msgspec.Struct, array_like=True):
     name: str
     number: int
     path: str
-    replaces: bool = False
 
     @classmethod
     def of(cls, request: LoRARequest | None) -> Self | None:
         """Return what is sent of a request's adapter."""
         if request is None:
             return None
-        return cls(request.lora_name, request.lora_int_id, request.lora_path, request.load_inplace)
+        return cls(request.lora_name, request.lora_int_id, request.lora_path)
 
     def request(self) -> LoRARequest:
         """Return the request for the adapter."""
-        return LoRARequest(self.name, self.number, self.path, self.replaces)
+        return LoRARequest(self.name, self.number, self.path)
 
 
 # From the front end
@@ -172,19 +171,6 @@ class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
 
-class LoadAdapter(Frame):
-    """Read a LoRA adapter. Answer with `Loaded`, or `Refused`."""
-
-    key: int
-    adapter: Adapter
-
-
-class UnloadAdapter(Frame):
-    """Forget a LoRA adapter. Unfinished requests keep it."""
-
-    number: int
-
-
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
@@ -208,8 +194,6 @@ Order = (
     | Resume
     | Weigh
     | ForgetPrefixes
-    | LoadAdapter
-    | UnloadAdapter
     | Ask
     | Look
 )
@@ -308,12 +292,6 @@ class Seen(Frame):
     picture: EnginePicture
 
 
-class Loaded(Frame):
-    """The answer to `LoadAdapter`."""
-
-    key: int
-
-
 class Heartbeat(Frame):
     """A sign of life. A separate thread sends it every second, as a step may take longer.
 
@@ -333,7 +311,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:

@@ -151,9 +151,8 @@ class SupervisedEngine:
         earlier: the engine that had this number before, whose totals continue.
         """
         options = dict(self._start.options)
-        adapters = [*self._start.adapters]
         start = msgspec.structs.replace(
-            self._start, options=options, replica=replica, num_replicas=num_sharing, adapters=adapters
+            self._start, options=options, replica=replica, num_replicas=num_sharing
         )
         another = SupervisedEngine(start, self._owner, self._launcher)
         another._first = self._first
@@ -188,22 +187,6 @@ class SupervisedEngine:
         self._start.options["tenant_weights"] = dict(weights)
         if self.is_up:
             self.connection.tell(frames.Weigh(dict(weights)))
-
-    async def load_adapter(self, adapter: frames.Adapter) -> None:
-        """Have the engine read an adapter, which later processes read as they start.
-
-        Raises RequestError if it cannot be used, EngineDeadError.
-        """
-        if self.is_up:
-            await self.connection.load_adapter(adapter)
-        self.unload_adapter(adapter.number, tells=False)
-        self._start.adapters.append(msgspec.structs.replace(adapter, replaces=False))
-
-    def unload_adapter(self, number: int, *, tells: bool = True) -> None:
-        """Forget an adapter. Unfinished requests keep it."""
-        self._start.adapters[:] = [each for each in self._start.adapters if each.number != number]
-        if tells and self.is_up:
-            self.connection.tell(frames.UnloadAdapter(number))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
