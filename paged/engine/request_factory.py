@@ -134,7 +134,7 @@ class RequestFactory:
                 param="lora_request",
             )
         number, namespace = self.adapters.find(request)
-        return replace(inputs, adapter=number, namespace=namespace + inputs.namespace)
+        return replace(inputs, adapter=number, lora_request=request, namespace=namespace + inputs.namespace)
 
     def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
         """Let the only sample go on after tokens that the user gives."""
@@ -238,7 +238,12 @@ class RequestFactory:
         inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
         same_stops = params.stop == inherited.params.stop
         num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped, adapter=inherited.adapter)
+        inputs = replace(
+            inputs,
+            num_unstopped_tokens=num_unstopped,
+            adapter=inherited.adapter,
+            lora_request=inherited.lora_request,
+        )
         if inputs.max_total_tokens <= parent.num_tokens:
             raise RequestError(
                 f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "

@@ -19,6 +19,7 @@ from ..options.sampling_params import RequestOutputKind, SamplingParams
 from .token_rules import TokenRules
 
 if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -149,7 +150,7 @@ class RequestInputs:
     is_resumed: whether another engine had accepted the request before.
     generates: False for a request that only reports on its prompt; its output stays empty.
     namespace: everything but the tokens that the KV depends on.
-    adapter: the number of its LoRA adapter; 0: none.
+    adapter: the number of its LoRA adapter; 0: none. lora_request: as the user gave it.
     long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
         None: it never changes.
     part_of: the call that this request is one of many parts of, such as an HTTP request with many prompts; ""
@@ -175,6 +176,7 @@ class RequestInputs:
     part_of: str = ""
     namespace: bytes = b""
     adapter: int = 0
+    lora_request: LoRARequest | None = None
     long_from: int | None = None
     deadline: float = math.inf
     wants_logprobs: bool = field(init=False)  # of the output
@@ -453,7 +455,7 @@ class CompletionOutput:
         tool_calls; None elsewhere.
     """
 
-    lora_request: ClassVar[None] = None  # of vLLM's outputs; there are no adapters
+    lora_request: ClassVar[None] = None  # of vLLM's outputs; that of the request has the adapter
     index: int
     text: str
     token_ids: Sequence[int]
@@ -479,8 +481,7 @@ class RequestOutput:
         position, None for the first token; None unless requested, and until all are known.
     """
 
-    # Of vLLM's outputs, where they are None for a decoder without adapters.
-    lora_request: ClassVar[None] = None
+    # Of vLLM's outputs, where they are None for a decoder.
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
@@ -492,3 +493,4 @@ class RequestOutput:
     num_cached_tokens: int | None
     metrics: RequestMetrics
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    lora_request: LoRARequest | None = None

@@ -242,6 +242,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
+        inbox.lora_request = spec.lora_request
         sent_kind = kind if in_full else _sent_kind(params)
         wire = frames.params_to_wire(params, output_kind=sent_kind, timeout_s=spec.timeout_s)
         order = frames.Generate(
@@ -316,6 +317,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             account=self._new_account(kind),
             in_full=params is None and parent.inbox.in_full,
         )
+        inbox.lora_request = parent.inbox.lora_request
         fork = frames.Fork(key, request_id, new_request_id, wire)
         request = SentRequest(self._supervisor, order, inbox, own, fork=fork)
         # Where other stop strings begin to count, the engine process alone knows.

@@ -210,7 +210,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     ]
     for argv, _ in flags:
         run("generate", "x", *argv)
-    assert [params.structured_outputs for *_, params in seen] == [
+    assert [params.structured_outputs for *_, params, _ in seen] == [
         StructuredOutputsParams(**language) for _, language in flags
     ]
 

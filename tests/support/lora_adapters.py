@@ -45,9 +45,10 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _base(model: str) -> Any:
+def _base(model: str | Path) -> Any:
+    path = checkpoint(model) if isinstance(model, str) else model
     model_class = transformers.AutoModelForCausalLM
-    return model_class.from_pretrained(checkpoint(model), dtype=torch.float32, attn_implementation="eager")
+    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
 def drawn_config(model: str, seed: int) -> dict[str, Any]:
@@ -68,15 +69,22 @@ def drawn_config(model: str, seed: int) -> dict[str, Any]:
 @functools.cache
 def adapter(directory: Path, model: str, seed: int = 0, scale: float = 0.3) -> Path:
     """Write an adapter of a tiny checkpoint into a folder of `directory`. Return the folder."""
+    return adapter_of(model, directory / f"{model}-{seed}-{scale}", drawn_config(model, seed), seed, scale)
+
+
+def adapter_of(
+    model: str | Path, target: Path, config: dict[str, Any], seed: int = 0, scale: float = 0.3
+) -> Path:
+    """Write an adapter of a checkpoint, which has a name or a directory, into a folder. Return the folder."""
     with _quietly():
-        made = get_peft_model(_base(model), LoraConfig(task_type="CAUSAL_LM", **drawn_config(model, seed)))
+        made = get_peft_model(_base(model), LoraConfig(task_type="CAUSAL_LM", **config))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in made.named_parameters():
         if "lora_" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     with _quietly():
-        made.save_pretrained(directory / f"{model}-{seed}-{scale}")
-    return directory / f"{model}-{seed}-{scale}"
+        made.save_pretrained(target)
+    return target
 
 
 def request(path: Path, number: int) -> LoRARequest:
@@ -84,7 +92,7 @@ def request(path: Path, number: int) -> LoRARequest:
     return LoRARequest(f"adapter {number}", number, str(path))
 
 
-def by_peft(model: str, path: Path | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Return the greedy tokens of PEFT, or without an adapter those of transformers."""
     with _quietly():
         found = _base(model) if path is None else PeftModel.from_pretrained(_base(model), path)
