@@ -22,7 +22,7 @@ from .stored import FLOATS, StoredTensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-MAX_BYTES = 16 * 2**30
+MAX_ADAPTER_BYTES = 16 * 2**30
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
@@ -94,7 +94,7 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
                 "safe_serialization=True"
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
-    check_file(path, MAX_BYTES)
+    check_file(path, MAX_ADAPTER_BYTES)
     digest = sha256((directory / CONFIG).read_bytes())
     parts = {}
     with SafetensorsFile(path) as file:

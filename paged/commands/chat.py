@@ -52,7 +52,9 @@ A line that ends in \\ continues on the next line. A line that begins with // is
 Ctrl-C stops an answer, a second one leaves."""
 
 
-@with_options((ApiAddress, ("url", "api_key")), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@with_options(
+    (ApiAddress, ("url", "api_key")), common.SAMPLING, common.ENGINE, common.ADAPTER, defaults=_DEFAULTS
+)
 def chat(
     model: common.ModelArgument = None,
     model_option: common.ModelOption = None,
@@ -61,7 +63,6 @@ def chat(
     chat_template_kwargs: Annotated[
         str | None, typer.Option(help=TEMPLATE_KWARGS_HELP, rich_help_panel=MODEL)
     ] = None,
-    lora: common.Lora = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,
@@ -81,10 +82,11 @@ def chat(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     if options["url"] is None:
-        own = _of_engine(name, common.with_lora(options, lora), sampling, template)
-        own.lora_request = common.lora_request(lora)
+        lora_request = common.take_adapter(options)
+        own = _of_engine(name, options, sampling, template)
+        own.lora_request = lora_request
         answers: Answers = own
-    elif lora is not None:
+    elif options.pop("lora") is not None:
         raise CliError("--lora is for a model here; on a server an adapter is a model: give its name")
     else:
         answers = _of_server(name, options, sampling, template)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,14 +42,24 @@ NO_FLAGS = {
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
 
+
+@dataclass(frozen=True, slots=True)
+class AdapterOption:
+    """The adapter that a command computes with.
+
+    lora: a LoRA adapter: a directory with PEFT's files, or an id on the hub; max_lora_rank bounds its rank.
+    """
+
+    lora: str | None = None
+
+
+ADAPTER = (AdapterOption, ["lora"])
+
 # Every command takes --model; where no other argument is positional, MODEL may also be the first one.
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
 ]
 ModelOption = Annotated[str | None, option(EngineConfig, "model", "--model", default=DEFAULT_MODEL)]
-LORA_HELP = """A LoRA adapter to compute with: a directory of PEFT's, or an id on the hub. --max-lora-rank
-bounds its rank. [default: none]"""
-Lora = Annotated[str | None, typer.Option(help=LORA_HELP, rich_help_panel=MODEL)]
 SCHEMA_HELP = "Make the output JSON that fits this schema: a file, or the schema itself. [default: none]"
 JsonSchema = Annotated[str | None, typer.Option(help=SCHEMA_HELP, rich_help_panel=OUTPUT)]
 OBJECT_HELP = "Make the output a JSON object. [default: off]"
@@ -151,17 +161,17 @@ def driver_options(
     return result
 
 
-def with_lora(options: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Return options of an engine that takes an adapter, if there is one."""
-    return dict(options) if path is None else {**options, "enable_lora": True}
+def take_adapter(options: dict[str, Any]) -> LoRARequest | None:
+    """Return the request for the adapter of --lora; None if there is none.
 
-
-def lora_request(path: str | None) -> LoRARequest | None:
-    """Return the request for the adapter of --lora; None if there is none."""
+    The engine of these options is told to take adapters.
+    """
+    path = options.pop("lora")
     if path is None:
         return None
     from ..options.lora_request import LoRARequest
 
+    options["enable_lora"] = True
     return LoRARequest(path, 1, path)
 
 

@@ -38,7 +38,7 @@ LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@with_options(common.SAMPLING, common.ENGINE, common.ADAPTER, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
@@ -47,7 +47,6 @@ def generate(
     resume: Annotated[bool, typer.Option("--resume", help=RESUME_HELP)] = False,
     live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
     model: common.ModelOption = None,
-    lora: common.Lora = None,
     json_schema: common.JsonSchema = None,
     json_object: common.JsonObject = False,
     regex: common.Regex = None,
@@ -58,7 +57,8 @@ def generate(
     """Complete a prompt, streaming the text, or all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
-    engine_options = common.driver_options(model, common.with_lora(options, lora))
+    lora_request = common.take_adapter(options)
+    engine_options = common.driver_options(model, options)
     sampling = common.sampling_options(options | structured)
     if prompts is None:
         if live:
@@ -71,7 +71,7 @@ def generate(
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
         params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
-        return _stream(engine, text, params, common.lora_request(lora))
+        return _stream(engine, text, params, lora_request)
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
     if live and output is None:
@@ -87,13 +87,15 @@ def generate(
     if output is None or _is_stream(output):
         with nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines:
             file = PromptFile(jobs, lambda result: print(json.dumps(result), file=lines, flush=True))
-            file.lora_request = common.lora_request(lora)
+            file.lora_request = lora_request
             return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
     with ResultFile(output, prompts) as results:
         if results.size and not (overwrite or resume):
             raise FileError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
-        run_options = RunOptions(output, engine_options, {**sampling, "lora": lora}, prompts)
+        run_options = RunOptions(
+            output, engine_options, {**sampling, "lora": lora_request and lora_request.lora_path}, prompts
+        )
         has_known_options = run_options.check() if earlier.size else True
         if not has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output))
@@ -104,7 +106,7 @@ def generate(
                 run_options.keep()
 
         file = PromptFile(jobs, results.write, earlier, begin)
-        file.lora_request = common.lora_request(lora)
+        file.lora_request = lora_request
         return file.complete(engine_options, live=live)
 
 

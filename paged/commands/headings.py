@@ -51,6 +51,7 @@ _FIELDS: dict[str, dict[str, str]] = {
         SERVER: "",
     },
     "ApiAddress": {SERVER: ""},
+    "AdapterOption": {MODEL: ""},
 }
 
 

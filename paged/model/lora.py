@@ -103,8 +103,9 @@ class LoraSlots:
         self._names = model.config.tensor_names
         self._layers: list[LoraLayer] = []
         for linear, places in targets_of(model, targets):
-            linear.lora = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
-            self._layers.append(linear.lora)
+            layer = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
+            linear.lora = layer
+            self._layers.append(layer)
         if not self._layers:
             raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
         self._in = {name: layer for layer in self._layers for name in layer.places}

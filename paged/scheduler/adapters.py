@@ -82,7 +82,7 @@ class AdapterSlots:
         adapter = request.inputs.adapter
         if not adapter:
             return
-        request.adapter_slot = NO_SLOT
+        request.adapter_slot = NOWHERE
         self._num_users[adapter] -= 1
         if not self._num_users[adapter]:
             del self._num_users[adapter]
@@ -99,7 +99,7 @@ class AdapterSlots:
         """Put the slots of a step's requests into it, and what is copied before it."""
         loads, self._loads = self._loads, []
         slots = [request.adapter_slot for request in schedule.requests]
-        has_any = any(slot != NO_SLOT for slot in slots)
+        has_any = any(slot != NOWHERE for slot in slots)
         schedule.adapters = (slots if has_any else (), loads)
 
     def check(self, running: list[Request]) -> None:
@@ -110,8 +110,8 @@ class AdapterSlots:
         slots = [*self.slot_of.values()]
         assert len(slots) == len({*slots}) <= self.num_slots, "two adapters have one slot"
         for request in running:
-            own = self.slot_of[request.inputs.adapter] if request.inputs.adapter else NO_SLOT
+            own = self.slot_of[request.inputs.adapter] if request.inputs.adapter else NOWHERE
             assert request.adapter_slot == own, "a request has the slot of another adapter"
 
 
-NO_SLOT = -1
+NOWHERE = -1

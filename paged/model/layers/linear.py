@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,12 @@ from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
 
-if TYPE_CHECKING:
-    from ..lora import LoraLayer
+
+class AddsAdapters(Protocol):
+    """The matrices of LoRA adapters for one layer: see `lora.LoraLayer`."""
+
+    def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
+        """Add what each token's adapter makes of x to the layer's output."""
 
 
 class Linear(Loadable):
@@ -43,7 +47,7 @@ class Linear(Loadable):
         self.in_features = in_features
         self.role = role
         self.num_precise = num_precise
-        self.lora: LoraLayer | None = None
+        self.lora: AddsAdapters | None = None
         self.weight = nn.Parameter(torch.empty(stored.num_rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False) if bias else None
 
