@@ -112,9 +112,11 @@ class LoraSlots:
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raise CheckpointError for an adapter that does not fit the model or its slots."""
-        check_adapter(adapter, self._shapes(), self.max_rank, self._names)
+        check_adapter(adapter, self.shapes, self.max_rank, self._names)
 
-    def _shapes(self) -> dict[str, tuple[int, int]]:
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The rows and columns of each matrix that may be adapted, by its name in the decoder."""
         return {name: (layer.num_rows[name], layer.in_features) for name, layer in self._in.items()}
 
     def set(self, slot: int, adapter: LoraAdapter) -> None:
