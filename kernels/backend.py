@@ -251,7 +251,7 @@ class Kernels(Protocol):
         """Attend from each new token to the cached K and V of its sequence.
 
         plan: from `plan_attention`, for all layers of one layout; without it one is made for this call.
-        Returns [num_tokens, num_heads, value_dim].
+            Returns [num_tokens, num_heads, value_dim].
         """
 
     def apply_penalties(

@@ -200,12 +200,12 @@ def unpack_step(
     which the seat gets; it must have those before. A row beyond those of the step computes nothing.
 
     out: see `StepTensors`. Its tables are those of the step's rows and then of `sources`, zero behind a row's
-    last block. It may have more rows than the step, each of which gets an equal share of the tokens that the
-    step does not have: they are in the scratch seat, at position 0 and in slot NO_SLOT, and no query of
-    attention.
+        last block. It may have more rows than the step, each of which gets an equal share of the tokens that
+        the step does not have: they are in the scratch seat, at position 0 and in slot NO_SLOT, and no query
+        of attention.
 
     num_tokens: of the step. No row has more than `longest` new tokens, and no seat that gets entries has more
-    than so many. Raises ValueError for a shape, dtype or device that does not fit.
+        than so many. Raises ValueError for a shape, dtype or device that does not fit.
     """
     tensors = rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, sources, rope_lens
     # Not the exact length, for which most steps would be of another combination.

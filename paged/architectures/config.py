@@ -25,7 +25,9 @@ ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.si
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one window and one KVShape. They share block tables because they see the same tokens."""
+    """Layers with the same window and the same KVShape. They share block tables, since they see the same
+    tokens.
+    """
 
     window: int | None
     layers: tuple[int, ...]
@@ -34,10 +36,10 @@ class LayerGroup:
 class ExpertStack(NamedTuple):
     """A tensor of a layer that holds the same tensor of all experts, stacked along its first dimension.
 
-    parts: the names, within experts.N, that the rows of each expert are divided into in equal shares.
-    flat: whether the last two dimensions are stored as one.
-    num_inputs: the inputs of each row, if rows may be stored as columns of an expert; 0: they never are. If
-        a tensor fits both, they are columns.
+    parts: the names, below experts.N, of the tensors among which each expert's rows are divided equally.
+    flat: whether the last two dimensions are merged into one.
+    num_inputs: the inputs of each row, if experts may be stored transposed, [in, out]; 0 if they never are.
+        If a tensor's shape fits both, it is taken as transposed.
     """
 
     name: str  # within a layer, as `TensorNames.in_decoder` gives it
@@ -47,7 +49,7 @@ class ExpertStack(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The number of its dimensions."""
+        """The number of dimensions of the stacked tensor."""
         return 4 if self.flat else 2 if self.parts[0].endswith("bias") else 3
 
 
@@ -73,12 +75,12 @@ class TensorNames:
     only_stacks: bool = False
 
     def is_read(self, name: str) -> bool:
-        """Return whether a tensor may be a parameter of the decoder."""
+        """Return whether the tensor of this name may be a parameter of the decoder."""
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return these names, extended so that the tensors that `text` skips in its decoder are skipped here
-        too.
+        """Return names for a checkpoint around the model `text`: these names, which also skip what `text`
+        skips.
         """
         skipped = tuple(
             theirs + name[len(ours) :]
@@ -97,7 +99,7 @@ class TensorNames:
         )
 
     def in_decoder(self, name: str) -> str | None:
-        """Return the name in a checkpoint of the decoder alone, or None for an unknown tensor."""
+        """Return a tensor's name in a checkpoint of the decoder alone; None for an unknown tensor."""
         found = _with_other_start(name, self.prefixes)
         if found is None or not self.parts or not found.startswith(LAYERS):
             return found
@@ -105,7 +107,7 @@ class TensorNames:
         return f"{LAYERS}{layer}.{_with_other_start(part, self.parts) or part}"
 
     def stack_of(self, name: str) -> ExpertStack | None:
-        """Return the stack that a tensor holds, by its name from `in_decoder`; None if it is no stack."""
+        """Return the expert stack in a tensor, given its name from `in_decoder`; None if it has none."""
         for stack in self.stacks:
             if name.endswith(stack.name) and name.startswith(LAYERS):
                 _, _, part = name.removeprefix(LAYERS).partition(".")
@@ -114,11 +116,11 @@ class TensorNames:
         return None
 
     def in_checkpoint(self, name: str) -> str:
-        """Return a name by which `in_decoder` would find the tensor of this name."""
+        """Return a name in this checkpoint that `in_decoder` would turn into `name`."""
         return next(iter(self.all_in_checkpoint(name)), name)
 
     def all_in_checkpoint(self, name: str) -> Iterator[str]:
-        """Yield all names by which `in_decoder` would find the tensor of this name."""
+        """Yield every name in this checkpoint that `in_decoder` would turn into `name`."""
         if name.startswith(LAYERS):
             layer, _, part = name.removeprefix(LAYERS).partition(".")
             parts = tuple((ours, theirs) for theirs, ours in self.parts)
@@ -192,7 +194,7 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """The longest sequence that positions exist for; scaling may extend it."""
+        """The longest sequence that the position embedding supports. A scaled rope may support more."""
         if self.rope.type in ("linear", "dynamic") and not self.context_is_scaled:
             return int(self.max_position_embeddings * self.rope.factor)
         if self.rope.type == "yarn":
@@ -202,9 +204,10 @@ class ModelConfig:
 
     @property
     def residual_norm(self) -> NormSpec:
-        """The norms of the residual. The residual is kept divided by residual_multiplier.
+        """The norm of the residual stream, which is stored divided by residual_multiplier.
 
-        x / sqrt(mean(x²) + eps) is the same number for x / m and eps / m².
+        With m = residual_multiplier, x / sqrt(mean(x²) + eps) does not change if x becomes x / m and eps
+        becomes eps / m².
         """
         return replace(self.norm, eps=self.norm.eps / self.residual_multiplier**2)
 
@@ -225,41 +228,42 @@ class ModelConfig:
 
     @property
     def num_heads(self) -> int:
-        """The most query heads of a layer."""
+        """The largest number of query heads of any layer."""
         return max(attention.num_heads for attention in self.attentions.values())
 
     @cached_property
     def attentions(self) -> dict[int, AttentionSpec]:
-        """The attention of the layers that have it, by layer."""
+        """The attention of each layer that has attention, by layer."""
         return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attention is not None}
 
     @cached_property
     def states(self) -> dict[int, StateSpec]:
-        """The states of the layers that keep one, by layer."""
+        """The recurrent state of each layer that has one, by layer."""
         return {i: layer.state for i, layer in enumerate(self.layers) if layer.state is not None}
 
     @cached_property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """The rotary embeddings of all layers and the dimensions of their heads, each pair once."""
+        """The pairs of a rotary embedding and a head dimension that occur in the layers, each pair once."""
         return tuple(dict.fromkeys((each.rope, each.kv.key_dim) for each in self.attentions.values()))
 
     @cached_property
     def kv_shapes(self) -> dict[int, KVShape]:
-        """The shapes of K and V that layers read, by layer."""
+        """The shape of the K and V that each layer reads, by layer."""
         return {i: attention.kv for i, attention in self.attentions.items()}
 
     @cached_property
     def kv_sources(self) -> dict[int, int]:
-        """The layer whose K and V layers read, by layer: mostly the same."""
+        """The layer whose K and V each layer reads, by layer; for most layers, the layer itself."""
         return {i: i if each.source is None else each.source for i, each in self.attentions.items()}
 
     @cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        """The layers with K and V of their own by window and shape, in groups that take about equal bytes.
+        """The layers that store K and V, in groups of one window and shape that take about equal bytes.
 
-        One pool's blocks fit every group. A block is as large as the smallest set of layers, and at least as
-        large as the largest layer. Larger sets are divided into groups of that size. Smaller groups leave
-        space in their blocks unused.
+        Blocks of one pool serve all groups, so the layers of each group must fit into one block. A block is
+        as large as the smallest set of layers with one window and shape, and at least as large as the largest
+        layer. Larger sets are divided into groups of that size. Smaller groups leave space in their blocks
+        unused.
         """
         sets: dict[tuple[int | None, KVShape], list[int]] = {}
         for index, attention in self.attentions.items():
@@ -293,13 +297,13 @@ class ModelConfig:
 
     @property
     def num_active_layer_params(self) -> int:
-        """The number of weights in all layers that one token is multiplied by."""
+        """The number of weights in all layers that take part in computing one token."""
         return self._outside_feed_forward + sum(
             part.num_active_params(self.hidden_size) for layer in self.layers for part in layer.feed_forwards
         )
 
     def num_read_layer_params(self, num_tokens: float) -> float:
-        """Return how many weights of all layers a step of num_tokens tokens reads."""
+        """Return how many weights of all layers a step with num_tokens tokens reads."""
         return self._outside_feed_forward + sum(
             part.num_read_params(self.hidden_size, num_tokens)
             for layer in self.layers
@@ -308,7 +312,7 @@ class ModelConfig:
 
     @property
     def num_active_params(self) -> int:
-        """The number of weights that one token is multiplied by, plus those of embedding and head."""
+        """The number of weights, embedding and head included, that take part in computing one token."""
         return self.num_params - self.num_layer_params + self.num_active_layer_params
 
     @property

@@ -30,16 +30,17 @@ SHAPES = frozenset({"temperature", "top_p", "top_k", "min_p"})
 
 
 def chat_defaults(source: str, found: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the sampling parameters that `paged chat` and the page add to those that the checkpoint sets.
+    """Return default sampling parameters of `paged chat` and the page, beyond the parameters that the
+    checkpoint sets.
 
-    source: `EngineConfig.generation_config`; a name that is no file asks for vLLM's defaults.
+    source: `EngineConfig.generation_config`; a name that is not a file asks for vLLM's defaults.
     found: the parameters that the checkpoint sets.
     """
     return {} if source in NO_DEFAULTS or not SHAPES.isdisjoint(found) else CHAT_DEFAULTS
 
 
 def read_eos_token_ids(directory: Path) -> frozenset[int]:
-    """Read the EOS ids from generation_config.json, or else from config.json; there may be several."""
+    """Read the EOS token ids from generation_config.json, or else from config.json."""
     for name in (_FILE, "config.json"):
         file = directory / name
         found = read_json(file) if file.exists() else {}
@@ -58,7 +59,8 @@ def read_eos_token_ids(directory: Path) -> frozenset[int]:
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Return the arguments of SamplingParams that generation_config.json gives; none if there is no file.
+    """Return the arguments of SamplingParams in generation_config.json; an empty dict if there is no such
+    file.
 
     Other fields of the file, such as do_sample, have no effect, as in vLLM.
 
@@ -71,7 +73,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
 
 
 def sampling_defaults(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the arguments of SamplingParams that fields give. Raises CheckpointError with the place."""
+    """Return the arguments of SamplingParams among `fields`. Raises CheckpointError, which names `place`."""
     given = {
         ours: fields[theirs] for theirs, ours in GENERATION_FIELDS.items() if fields.get(theirs) is not None
     }

@@ -121,10 +121,10 @@ _GEMMA4 = _with_experts(
 class Converted(NamedTuple):
     """How llama.cpp's converter changes the tensors of a family.
 
-    interleaved: the rows of the two halves of each head of Q and K alternate.
+    interleaved: the rows of each head of Q and K alternate between its first and its second half.
     qkv_by_part: Q of all heads comes first, then K, then V. In transformers' checkpoint, Q, K and V of each
         head follow each other.
-    norms_plus_one: weights of norms are stored plus 1.
+    norms_plus_one: 1 is added to the weights of norms.
     """
 
     names: TensorNames
@@ -161,7 +161,7 @@ CONVERTED: Mapping[str, Converted] = {
 
 
 def with_gguf_names(config: ModelConfig, architecture: str) -> ModelConfig:
-    """Return the config with the tensor names of a GGUF file. None of its tensors is transposed."""
+    """Return the config with the tensor names of a GGUF file. GGUF files store no tensor transposed."""
     names = CONVERTED[architecture].names
     skipped = tuple(map(names.in_checkpoint, config.tensor_names.skipped_prefixes))
     layers = tuple(

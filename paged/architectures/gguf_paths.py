@@ -28,7 +28,7 @@ _MAX_PARTS = 1024
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a file is a GGUF file by its name."""
+    """Return whether a file name is that of a GGUF file."""
     return name.lower().endswith(SUFFIX)
 
 
@@ -38,15 +38,15 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> list[str]:
-    """Return the names of the GGUF files that are models. A model in several parts is named by
-    its first part.
+    """Return the names of GGUF files that are models. A model in several parts appears once, by its first
+    part.
     """
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 
 
 def listed(names: Iterable[str]) -> str:
-    """List the models among GGUF files, for the end of a message."""
+    """List the models among some GGUF files, as the end of an error message."""
     models = models_of(names)
     more = f" and {len(models) - 20} more" if len(models) > 20 else ""
     return f"there are {', '.join(models[:20])}{more}"

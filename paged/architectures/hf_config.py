@@ -103,7 +103,7 @@ def _instead(directory: Path) -> str:
 
 
 def read_hf(directory: Path) -> dict[str, Any]:
-    """Read config.json. Merge what ModelOpt writes about quantised weights into a file beside it."""
+    """Read config.json, with the quantisation settings that ModelOpt writes into a separate file."""
     hf = read_json(directory / "config.json")
     sidecar = directory / "hf_quant_config.json"
     if not sidecar.exists():
@@ -117,7 +117,9 @@ def read_hf(directory: Path) -> dict[str, Any]:
 
 
 def read_quantization(hf: Config) -> Quantization | None:
-    """Return what config.json says about quantised weights; None if there are none. See `quantization_of`."""
+    """Return the quantisation that config.json describes; None if weights are not quantised. See
+    `quantization_of`.
+    """
     text = hf.get("text_config")
     configs = [hf, text] if isinstance(text, dict) else [hf]
     if not any(config.get(key) for config in configs for key in QUANTIZATION_KEYS):
@@ -219,8 +221,8 @@ def _text_alone(hf: Config, architecture: str) -> ModelConfig:
 def require_supported(hf: Config) -> str:
     """Return the architecture named in config.json.
 
-    Raises CheckpointError, and UnsupportedModelError: for other architectures, for quantised weights in other
-    formats, and for models whose tokens attend to later ones.
+    Raises CheckpointError, or UnsupportedModelError for an unknown architecture, an unknown format of
+    quantised weights, or a model whose tokens attend to later tokens.
     """
     names = hf.get("architectures")
     if not names:

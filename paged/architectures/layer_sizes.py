@@ -6,7 +6,9 @@ from .spec import LayerSpec
 
 
 def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
-    """Return how many numbers a token has in attention, or beside a state, and how many come out."""
+    """Return the numbers per token inside a layer's attention or state, and the numbers per token of its
+    output.
+    """
     state = layer.state
     if state is not None:
         out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim

@@ -43,7 +43,7 @@ _OTHER_GROUP = regex.compile(r"\(\?(?!:|=|!|<=|<!|i\)|P<)")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How the weights are stored that one rule matches."""
+    """How a quantisation rule stores the weights that it matches."""
 
     kind: Kind
     title: str  # what people call it
@@ -59,7 +59,7 @@ class Scheme:
 
     @property
     def bits_per_weight(self) -> float:
-        """The bits per weight, including the weight's share of its group's factors."""
+        """Bits per weight, including a weight's share of the factors of its group."""
         if self.scale_rows is None or self.scale_inputs is None:
             return self.bits  # one factor for a whole row, or for all rows
         factor_bits = 8 if self.kind in ("mxfp4", "nvfp4") else 16
@@ -67,20 +67,20 @@ class Scheme:
 
 
 def shown(value: object) -> str:
-    """Return repr(value), cut so that several fit into a message."""
+    """Return repr(value), truncated so that several values fit into a message."""
     text = shown_whole(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 class Module(NamedTuple):
-    """A module that quantisation rules may match."""
+    """A module of the model, as quantisation rules match it."""
 
     names: tuple[str, ...]  # by which rules may call it
     kind: Literal["Linear", "Embedding"]
 
 
 class Rule(NamedTuple):
-    """What quantization_config says of one module."""
+    """What quantization_config says about one module."""
 
     scheme: Scheme | None  # None: floats
     source: str  # what says so
@@ -89,7 +89,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A quantization_config."""
+    """A parsed quantization_config."""
 
     method: str
     rule_of: Callable[[Module], Rule]
@@ -97,7 +97,7 @@ class Quantization:
     kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
     def layer_bits(self, config: ModelConfig) -> float | None:
-        """Return the mean bits per weight of the layers under these rules; None if all are floats."""
+        """Return the mean bits per weight of the layers under these rules; None if all weights are floats."""
         floats = 32 if config.dtype == "float32" else 16
         num_weights = 0
         num_bits = 0.0
@@ -166,7 +166,8 @@ def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
 
 
 def quantization_of(hf: Config) -> Quantization | None:
-    """Return what config.json, or its text_config, says about quantised weights; None if there are none.
+    """Return the quantisation that config.json or its text_config describes; None if weights are not
+    quantised.
 
     Raises UnsupportedModelError for a format that cannot be loaded, listing those that can, and
     CheckpointError for values that are out of range or of a wrong type.
@@ -186,7 +187,7 @@ def quantization_of(hf: Config) -> Quantization | None:
 
 
 def with_sidecar(hf: dict[str, Any], sidecar: Config) -> dict[str, Any]:
-    """Add the fields of ModelOpt's hf_quant_config.json to config.json, where config.json lacks them."""
+    """Add ModelOpt's hf_quant_config.json to config.json. A field of config.json takes precedence."""
     own = hf.get("quantization_config") or {}
     if not isinstance(own, dict) or own.get("quant_method", "modelopt") not in list(_MODELOPT):
         return hf

@@ -33,7 +33,7 @@ class RopeConfig:
     query_scaling_beta: float = 0.0
 
     def grows_long(self, max_model_len: int) -> bool:
-        """Return whether sequences of up to this many tokens may need the long factors."""
+        """Return whether sequences of up to max_model_len tokens may need the long factors."""
         return self.type == "longrope" and max_model_len > self.original_max_position_embeddings
 
 
@@ -41,7 +41,7 @@ NO_ROPE = RopeConfig("none", 1.0)
 
 
 class LongContext(NamedTuple):
-    """The length from which longrope rotates a request by its long factors.
+    """The length from which longrope rotates a request by its long scaling factors.
 
     A request that reaches num_tokens is recomputed with `offset` added to its positions. The offset selects
     the rows for long requests in the tables of all rotary embeddings.
@@ -53,7 +53,7 @@ class LongContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What the cache keeps of a token for one layer.
+    """The shape of a token's K and V in the cache, for one layer.
 
     value_in_key: whether V is the first value_dim numbers of each key, as in the latent of MLA (DeepSeek-V2,
         2024).
@@ -66,7 +66,7 @@ class KVShape:
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """How many numbers a token has in K, and in V unless V lies in K."""
+        """Numbers per token in K and in V; only K's if V lies within K."""
         key = self.num_kv_heads * self.key_dim
         value = self.num_kv_heads * self.value_dim
         return (key,) if self.value_in_key else (key, value)
@@ -74,10 +74,10 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """The kind of all norms over the hidden size: RMSNorm, or LayerNorm.
+    """The norm used over the hidden size: RMSNorm or LayerNorm.
 
     unit_offset: whether the norm multiplies by 1 + weight.
-    subtracts_mean: whether it is a LayerNorm, which has a bias.
+    subtracts_mean: whether it is a LayerNorm; a LayerNorm also has a bias.
     """
 
     eps: float
@@ -89,7 +89,7 @@ class NormSpec:
 class AttentionSpec:
     """Attention of one layer.
 
-    source: the earlier layer whose K and V this layer reads; None: it has its own.
+    source: the earlier layer whose K and V this layer reads; None if this layer has its own.
     """
 
     num_heads: int
@@ -135,11 +135,11 @@ class FeedForwardSpec:
         return (3 if self.gated else 2) * self.size * hidden_size
 
     def num_active_params(self, hidden_size: int) -> int:
-        """Return the number of weights that one token is multiplied by."""
+        """Return the number of weights that take part in computing one token."""
         return self.num_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:  # noqa: ARG002
-        """Return how many weights a step of num_tokens tokens reads: all of them."""
+        """Return how many weights a step with num_tokens tokens reads: all of them."""
         return self.num_params(hidden_size)
 
 
@@ -147,7 +147,7 @@ class FeedForwardSpec:
 class ExpertsSpec:
     """A mixture of experts: a token's output is the weighted sum of the outputs of a few MLPs.
 
-    Names are those of a checkpoint, below mlp. of a layer, or below experts.N of it.
+    The names of tensors are given as in a checkpoint, relative to a layer's mlp. or to its mlp.experts.N.
     """
 
     num_experts: int
@@ -176,7 +176,7 @@ class ExpertsSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether each expert is an MLP with a gate: always true."""
+        """Whether each expert's MLP has a gate: always true."""
         return True
 
     def num_params(self, hidden_size: int) -> int:
@@ -184,13 +184,15 @@ class ExpertsSpec:
         return self._beside(hidden_size) + self.num_experts * self.expert_params(hidden_size)
 
     def num_active_params(self, hidden_size: int) -> int:
-        """Return the number of weights that one token is multiplied by."""
+        """Return the number of weights that take part in computing one token."""
         return self._beside(hidden_size) + self.num_chosen * self.expert_params(hidden_size)
 
     def num_read_params(self, hidden_size: int, num_tokens: float) -> float:
-        """Return how many weights a step of num_tokens tokens reads, if all experts are equally likely.
+        """Return the expected number of weights that a step with num_tokens tokens reads, if all experts are
+        equally likely.
 
-        An expert is read unless no token chooses it: E (1 - (1 - k / E)^t) of E are.
+        An expert is read unless no token chooses it. With t tokens that each choose k of E experts, E (1 - (1
+        - k / E)^t) experts are read.
         """
         share: float = 1 - (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self._beside(hidden_size) + share * self.num_experts * self.expert_params(hidden_size)
@@ -207,7 +209,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Where a layer normalises: the checkpoint's names of its norms, None for a norm that it lacks."""
+    """The checkpoint's names of the norms in a layer; None for a norm that the layer lacks."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output of attention, before it is added to the residual
@@ -234,15 +236,15 @@ class LayerSpec:
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps something of every token: K and V of its own, or a state."""
+        """Whether the layer stores anything about earlier tokens: K and V of its own, or a state."""
         return self.state is not None or (self.attention is not None and self.attention.has_kv)
 
     def num_mixing_params(self, hidden_size: int) -> int:
-        """Return the number of weights of what tokens see each other by: attention, or a state."""
+        """Return the number of weights of the part that mixes tokens: attention, or a state."""
         parts = (self.attention, self.state)
         return sum(part.num_params(hidden_size) for part in parts if part is not None)
 
     @property
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
-        """The parts that follow attention."""
+        """The feed-forward parts that follow attention."""
         return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)

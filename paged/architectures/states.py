@@ -12,9 +12,10 @@ class StateSpec:
     """A layer that keeps a state of fixed size for each sequence, in place of K and V of every token.
 
     kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "conv": a gated convolution (LFM2).
-    width: how many tokens the convolution sees. columns: how many numbers of each.
-    num_heads, value_dim: of values and states, of "delta"; num_key_heads, key_dim: of queries and keys.
-    stored: how the checkpoint stores the inputs of "delta": by what they are, or by key head.
+    width: number of tokens that the convolution sees. columns: numbers per token in its input.
+    num_heads, value_dim: heads and head dimension of the values and states of "delta"; num_key_heads,
+        key_dim: heads and head dimension of its queries and keys.
+    stored: how the checkpoint orders the input projections of "delta": by projection, or by key head.
     """
 
     kind: Literal["delta", "conv"]
@@ -29,16 +30,19 @@ class StateSpec:
 
     @property
     def last_inputs(self) -> tuple[int, int]:
-        """The shape of what the convolution keeps, in the dtype of activations."""
+        """Shape of the last inputs that the convolution keeps, in the dtype of activations."""
         return self.width - 1, self.columns
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """The shape of what the delta rule keeps, in float32."""
+        """Shape of the matrices that the delta rule keeps, in float32."""
         return self.num_heads, self.key_dim, self.value_dim
 
     def num_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a sequence's state. element_bytes: of an activation."""
+        """Return the bytes of a sequence's state.
+
+        element_bytes: bytes of one number of an activation.
+        """
         return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
 
     def num_params(self, hidden_size: int) -> int:

@@ -26,7 +26,7 @@ def strict(
 ) -> type[T]:
     """Make a frozen dataclass refuse unknown keywords and assignments, with a message that says what to do.
 
-    vllm: the class of vLLM whose keywords are accepted at a value that changes nothing. Other values raise
+    vllm: a class of vLLM. Its keywords are accepted with values that change nothing here; other values raise
         `error`.
     name: the name of the constructor in messages.
     assignable: whether fields may be assigned to. All fields are then checked and converted as by the
@@ -75,7 +75,7 @@ def with_arguments_of(
 
 
 def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) -> None:
-    """Give `method`, which passes its keywords on, the parameters and the documentation of `config`."""
+    """Give `method`, which passes its keywords to `config`, the parameters and documentation of `config`."""
     own = [p for p in inspect.signature(method).parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = {p.name for p in own}
     more = [p for p in inspect.signature(config).parameters.values() if p.name not in names]
@@ -85,12 +85,13 @@ def show_arguments_of(config: Callable[..., Any], method: Callable[..., Any]) ->
 
 
 def check_call(method: str, unnamed: Mapping[str, Any], **neutral: Any) -> None:
-    """Refuse unknown arguments of a call, and arguments of vLLM at unsupported values.
+    """Refuse unknown arguments of a call, and vLLM's arguments with unsupported values.
 
     unnamed: keywords that are not in the method's signature.
     neutral: arguments of vLLM that are in the signature and have no effect here.
 
-    Raises RequestError for an argument of vLLM at an unsupported value, and UnknownArgumentError.
+    Raises RequestError for an argument of vLLM with an unsupported value, and UnknownArgumentError for an
+    unknown one.
     """
     given = {**{name: value for name, value in neutral.items() if value is not None}, **unnamed}
     if not given:

@@ -14,7 +14,7 @@ from typing import Any
 def docstring_of(owner: type[Any] | Callable[..., Any]) -> str:
     """Return the docstring of a class or function without its indentation; "" if there is none.
 
-    Python 3.13 and newer remove the indentation themselves, older ones keep it.
+    Python 3.13 and newer remove the indentation themselves; older versions keep it.
     """
     if sys.flags.optimize >= 2:
         return _docstring_in_source(owner)
@@ -22,7 +22,9 @@ def docstring_of(owner: type[Any] | Callable[..., Any]) -> str:
 
 
 def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return the text of a dataclass's docstring on each field, joined to one line, by the field's name."""
+    """Return what a dataclass's docstring says about each field, by field name; each text is joined to one
+    line.
+    """
     found = re.finditer(r"^(\w+): (.*?)(?=^\w+: |^$|\Z)", docstring_of(owner), re.DOTALL | re.MULTILINE)
     return {match[1]: " ".join(match[2].split()) for match in found}
 

@@ -33,8 +33,8 @@ from typing import ClassVar
 class PagedError(ValueError):
     """Base of every error that `paged` raises on purpose.
 
-    The message is one line: characters that are not printable, which may come from a file and command a
-    terminal, are escaped. A message longer than MAX_LENGTH loses its middle.
+    The message is one line. Unprintable characters are escaped, since they may come from a file and control a
+    terminal. A message longer than MAX_LENGTH loses its middle.
 
     param: the parameter or the field of a request body that is wrong, if known.
     """
@@ -62,7 +62,9 @@ class DivisionError(ConfigError):
 
 
 class ResourceError(ConfigError):
-    """The machine lacks what the options need: memory, cores, a GPU, a port, a file of keys, a package."""
+    """The machine lacks something that the options need: memory, cores, a GPU, a port, a file of keys, a
+    package.
+    """
 
 
 class ClusterError(ResourceError):
@@ -80,7 +82,7 @@ class WorkerLostError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """max_waiting requests, or max_queued_tokens, wait already; try again later."""
+    """The queue already holds max_waiting requests or max_queued_tokens tokens; try again later."""
 
 
 class RequestTimeoutError(RequestError):
@@ -106,7 +108,7 @@ class CheckpointError(PagedError):
 
 
 class MissingModelError(CheckpointError):
-    """Files of a checkpoint are missing, or cannot be read or fetched. They may be there later."""
+    """Files of a checkpoint are missing, or cannot be read or fetched. A retry may find them."""
 
 
 class FileError(PagedError):
@@ -114,7 +116,7 @@ class FileError(PagedError):
 
 
 class EngineDeadError(PagedError):
-    """The async engine was shut down, a step of it raised, or the GPU of an engine failed: see __cause__."""
+    """The async engine was shut down, one of its steps raised, or its GPU failed: see __cause__."""
 
 
 class RequestKillsEngineError(PagedError):
@@ -122,26 +124,25 @@ class RequestKillsEngineError(PagedError):
 
 
 class RankError(PagedError):
-    """A process of a model over several processes has ended or hangs, or the processes do not
-    fit together.
-    """
+    """A process of a model over several processes ended, hangs, or does not match the others."""
 
 
 class UsageError(PagedError):
-    """A call in the wrong state, such as freeing a block twice."""
+    """A call that the object's state does not allow, such as freeing a block twice."""
 
 
 def is_final(error: PagedError) -> bool:
-    """Return whether starting again with the same files on this machine would always fail.
+    """Return whether a new start with the same files on this machine would always fail.
 
-    Shortages may end: of memory, cores, a port, another process, or a file of the model.
+    Shortages are not final: memory, cores, a port, another process or a file of the model may become
+    available.
     """
     is_wrong = isinstance(error, ConfigError | UnknownArgumentError | UnsupportedModelError | CheckpointError)
     return is_wrong and not isinstance(error, ResourceError | MissingModelError)
 
 
 def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
-    """Return the error of an engine that can run no more steps, for this reason."""
+    """Return the error of an engine that can run no more steps; its message gives the reason."""
     error = EngineDeadError(
         f"{reason}. engine.unfinished() returns the requests so far, for another engine to go on with"
     )
@@ -151,9 +152,7 @@ def dead_engine(reason: str, cause: BaseException) -> EngineDeadError:
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Set `param` of an error that is raised inside this context, unless the error already names
-    a parameter.
-    """
+    """Set `param` on an error that is raised inside this context, unless the error already has one."""
     try:
         yield
     except PagedError as error:
@@ -166,7 +165,7 @@ def reject_unknown(
 ) -> None:
     """Raise UnknownArgumentError for the first name in `given` that is not in `known`.
 
-    neutral: names of arguments without effect, of which one may be meant.
+    neutral: names of accepted arguments without effect; they too are suggested for a misspelled name.
     """
     known = sorted(known)
     for name in given:

@@ -18,7 +18,7 @@ MAX_COMPARED = 64
 
 
 class Effect(enum.Enum):
-    """How a field of a body is treated."""
+    """What the server does with a field of a request body."""
 
     HONOURED = "honoured"
     IGNORED = "no effect"  # accepted, and listed in the header x-paged-ignored
@@ -30,7 +30,7 @@ class Field:
     """A field of a JSON object. null counts as absent.
 
     meaning: what the value means. For a refused field: why it is refused, and what to do instead.
-    neutral: the values of a refused field that are accepted because they ask for nothing.
+    neutral: values of a refused field that are accepted, since they ask for nothing.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Field:
     neutral: tuple[Any, ...] = ()
 
     def refuses(self, value: Any) -> bool:
-        """Return whether this field is refused and its value asks for something."""
+        """Return whether this field is refused with this value: the value is not a neutral one."""
         return not any(type(value) is type(known) and value == known for known in self.neutral)
 
 
@@ -59,7 +59,7 @@ def refused(names: str, reason: str, *neutral: Any) -> Iterator[Field]:
 class FieldTable:
     """The fields of a JSON object.
 
-    owner: the name of a top-level object in messages.
+    owner: the name of the object in messages, if it is at the top level.
     is_open: whether unknown fields are passed on unchanged.
     one_of: fields of which exactly one must be given.
     """
@@ -80,9 +80,10 @@ class FieldTable:
         return [field for field in self.fields if field.effect is effect]
 
     def parse(self, given: Mapping[str, Any], path: str = "") -> tuple[dict[str, Any], list[str]]:
-        """Return the honoured fields, parsed, and the names of those without effect.
+        """Return the parsed values of the fields that have an effect, and the names of given fields that have
+        none.
 
-        path: the name of the object in messages, with a dot behind it.
+        path: the name of the object in messages, followed by a dot.
 
         Raises RequestError or UnknownArgumentError, whose param is the name of the field.
         """
@@ -143,7 +144,7 @@ class FieldTable:
 
 @dataclass(frozen=True, slots=True)
 class ObjectOf(Kind):
-    """An object with the fields of a table."""
+    """An object whose fields a FieldTable describes."""
 
     types: ClassVar[tuple[type, ...]] = (dict,)
     table: FieldTable
@@ -162,7 +163,7 @@ class ObjectOf(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Tagged(Kind):
-    """An object whose field `key` says which table describes it."""
+    """An object whose field `key` says which FieldTable describes the object."""
 
     types = (dict,)
     key: str

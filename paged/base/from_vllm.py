@@ -27,7 +27,9 @@ _NOTES = {
 
 
 class Neutral(NamedTuple):
-    """The values of an argument of vLLM that change nothing here, and why other values are refused."""
+    """The values of an argument of vLLM that change nothing here, and the reason why other values are
+    refused.
+    """
 
     values: tuple[Any, ...]
     reason: str
@@ -50,7 +52,8 @@ def _reason(key: str) -> str:
 def neutral_of(owner: str) -> Mapping[str, Neutral]:
     """Return the arguments of vLLM that have no effect here, by name.
 
-    owner: the class that has them; "serve" for options of `vllm serve` alone, "calls" for those of methods.
+    owner: the class that has the arguments; "serve" for options that only `vllm serve` has, "calls" for
+        arguments of methods.
     """
     found: dict[str, Neutral] = {}
     for key, arguments in _tables()[owner].items():
@@ -77,12 +80,12 @@ def without_neutral(
     error: type[PagedError],
     written: str | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `owner`, less the arguments of vLLM at a neutral value.
+    """Return the given arguments without vLLM's arguments that have a neutral value.
 
     written: the argument as the user wrote it, for messages; by default name=value.
 
-    Raises `error`, which names the argument and what to do, for another value. If there are several, it names
-    a switch that is on, else the first.
+    Raises `error` for any other value of vLLM's arguments. The message names the argument and what to do; of
+    several, it names a switch that is on, else the first.
     """
     theirs = [name for name in given if name in neutral]
     # A switch first: enable_lora is the reason why there is a max_lora_rank.

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector while many objects are made: it would scan all of them
-    again and again.
+    """Pause Python's garbage collector while many objects are made, since it would scan all of them
+    repeatedly.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -21,7 +21,7 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block the signals of this process group in processes started here, until they call
+    """Start processes with the signals of the process group blocked, until they call
     `leave_signals_to_parent`.
 
     Without it, a Ctrl-C while such a process imports its modules would end it with a traceback.
@@ -36,8 +36,7 @@ def signals_blocked() -> Iterator[None]:
 def leave_signals_to_parent() -> None:
     """Ignore the signals that a terminal or a supervisor sends to a whole process group.
 
-    It is for a process that ends with its parent, and may have work until then. The parent starts it within
-    `signals_blocked`.
+    For a process that works until its parent ends it. The parent starts it within `signals_blocked`.
     """
     for number in _OF_GROUPS:
         signal.signal(number, signal.SIG_IGN)  # which discards one that is pending
@@ -45,12 +44,15 @@ def leave_signals_to_parent() -> None:
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process at once and without a traceback, as a command has nothing to clean up."""
+    """Let Ctrl-C end this process at once and without a traceback, for a command that has nothing to clean
+    up.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class HeldInterrupts:
-    """A context that delays the first Ctrl-C to its end, so that the work inside is not interrupted.
+    """A context that delays the first Ctrl-C to the end of the context, so that the work inside is not
+    interrupted.
 
     It does nothing inside another such context, nor outside the main thread, where Python handles no signals.
     """

@@ -123,8 +123,8 @@ class ListOf(Kind):
 
 
 def named_parts(kind: Kind, name: str, value: Any) -> tuple[Any, list[str]]:
-    """Return the result of `kind.parts`. Prefix its errors with the name, unless they name a
-    part of the value.
+    """Return the result of `kind.parts`. Prefix errors with the name, unless an error names a part of the
+    value.
     """
     try:
         return kind.parts(name, value)
@@ -150,7 +150,7 @@ def length_schema(shortest: int, longest: int | None) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds(Kind):
-    """A list of token ids. Its items are checked at once, as a prompt may have a hundred thousand."""
+    """A list of token ids. All items are checked in one pass, as a prompt may have a hundred thousand."""
 
     types = (list,)
     shortest: int = 0
@@ -174,7 +174,7 @@ class TokenIds(Kind):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Kind):
-    """A value of the first kind in a list that accepts its type."""
+    """A value of the first kind in a list that accepts the value's type."""
 
     kinds: tuple[Kind, ...]
 
@@ -241,7 +241,7 @@ class JSONObject(Kind):
 
 
 def nullable(schema: Schema) -> Schema:
-    """Return the schema with null as an alternative, which stands for an absent field."""
+    """Return a schema that also allows null, for a field that is absent."""
     if isinstance(schema.get("type"), str) and "enum" not in schema:
         return {**schema, "type": [schema["type"], "null"]}
     if not schema:

@@ -17,15 +17,16 @@ Schema = dict[str, Any]
 
 
 class Kind(ABC):
-    """What the value of a field may be. A kind has `parse`, or `parts` if the value may contain fields.
+    """The type and range of a field's value. A subclass has `parse`, or `parts` if the value may contain
+    fields.
 
-    types: the Python types of the JSON values of this kind.
+    types: the Python types that JSON values of this kind have.
     """
 
     types: ClassVar[tuple[type, ...]] = ()
 
     def parse(self, name: str, value: Any) -> Any:
-        """Convert a JSON value to what the code uses. Raises RequestError naming the field."""
+        """Convert a JSON value to the value that the code uses. Raises RequestError naming the field."""
         return self.parts(name, value)[0]
 
     def parts(self, name: str, value: Any) -> tuple[Any, list[str]]:
@@ -38,7 +39,7 @@ class Kind(ABC):
 
     @property
     def limits(self) -> str:
-        """The bounds of the values in words; "" if there are none."""
+        """The bounds of the values in words; "" without bounds."""
         return ""
 
     @abstractmethod
@@ -82,7 +83,7 @@ class Integer(Kind):
         return check_int(RequestError, name, integral(value), self.minimum, self.maximum)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse 1.0: in Python it is no int."""
+        """Refuse 1.0, which is not an int in Python."""
         check_int(RequestError, name, value, self.minimum, self.maximum)
 
     def schema(self) -> Schema:
@@ -90,7 +91,7 @@ class Integer(Kind):
 
     @property
     def limits(self) -> str:
-        """The bounds in words; the bounds of 64-bit ints are left out."""
+        """The bounds in words, without the bounds of 64-bit ints."""
         if self.maximum < MAX_INT:
             return f"from {self.minimum} to {self.maximum}"
         return f"at least {self.minimum}" if self.minimum >= -MAX_INT else ""
@@ -112,7 +113,7 @@ class Number(Kind):
     above: bool = False
 
     def parse(self, name: str, value: Any) -> float:
-        """Return the value unchanged: 1 stays an int, unless it has more than 64 bits."""
+        """Return the number unchanged; an int of more than 64 bits becomes a float."""
         number = check_number(RequestError, name, value, self.minimum, self.maximum, above=self.above)
         return number if abs(number) > MAX_INT else value
 
@@ -133,20 +134,18 @@ class Number(Kind):
 
 
 def of_kind(kind: Kind, default: Any) -> Any:
-    """Declare a dataclass field whose values are of a kind; None is allowed too if the field's
-    type says so.
-    """
+    """Declare a dataclass field with values of a kind. None is allowed too if the field's type allows it."""
     return field(default=default, metadata={"kind": kind})
 
 
 def kinds_of(owner: Any) -> dict[str, Kind]:
-    """Return the kinds of the fields of a dataclass that have one, by name."""
+    """Return the kind of each field of a dataclass that declares one, by name."""
     return {f.name: f.metadata["kind"] for f in fields(owner) if "kind" in f.metadata}
 
 
 def check_fields(config: Any) -> None:
-    """Check the fields of a frozen dataclass that have a kind. Convert numbers of other libraries, such as
-    numpy.
+    """Check every field of a frozen dataclass that declares a kind, and convert numbers of other libraries,
+    such as numpy.
 
     Raises RequestError naming the field.
     """

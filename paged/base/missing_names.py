@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 
 class ExplainsMissing(type):
-    """A metaclass. A missing attribute of its classes raises an error that says what to use instead."""
+    """A metaclass whose classes explain a missing attribute: the error says what to use instead."""
 
     if not TYPE_CHECKING:  # a type checker would take every attribute to exist
 
@@ -19,14 +19,15 @@ class ExplainsMissing(type):
 
 
 class MissingNames:
-    """The last import hook of Python. It says what to use instead of a module or a name of vLLM.
+    """Python's last import hook. For a missing module or name that vLLM has, the error says what to use
+    instead.
 
-    `from paged import ModelRegistry` looks for a module of that name where paged has no such attribute.
+    Python also asks this hook when `from paged import ModelRegistry` finds no attribute of that name.
     """
 
     @staticmethod
     def find_spec(full_name: str, *_: object) -> None:
-        """Find no module, so that Python reports it missing. Raises ImportError if vLLM has it."""
+        """Return None: Python then reports the module as missing. Raises ImportError for a name of vLLM."""
         package, _dot, name = full_name.partition(".")
         if package == "paged":
             from .from_vllm import missing, missing_of

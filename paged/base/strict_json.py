@@ -37,8 +37,8 @@ class RoundedFloat(float):
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
-    Raises RequestError if it is not JSON in UTF-8, an object has a name twice, a number is too large, NaN or
-    infinite, or objects and arrays are nested more than MAX_JSON_DEPTH deep.
+    Raises RequestError if the text is not JSON in UTF-8, if an object has a name twice, if a number is too
+    large, NaN or infinite, or if the nesting is deeper than MAX_JSON_DEPTH.
     """
     try:
         if isinstance(text, bytes | bytearray):
@@ -89,7 +89,7 @@ def _end_of_string(text: str, place: int) -> int:
 
 
 def exact_decimal(digits: str) -> Decimal:
-    """Return a number of a JSON text without rounding it. Raises RequestError for a huge exponent."""
+    """Return a number of a JSON text as an exact Decimal. Raises RequestError for a huge exponent."""
     try:
         number = Decimal(digits)
         if abs(number.adjusted()) <= MAX_JSON_EXPONENT:
@@ -115,7 +115,9 @@ def given_twice(name: str) -> RequestError:
 
 
 def exact_float(digits: str) -> float:
-    """Parse a number with a fraction or an exponent; RoundedFloat if float64 cannot represent it exactly."""
+    """Parse a number with a fraction or an exponent. Return a RoundedFloat if float64 cannot represent it
+    exactly.
+    """
     if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     number = float(digits)
@@ -128,7 +130,7 @@ def exact_float(digits: str) -> float:
 
 
 def exact_int(digits: str) -> int:
-    """Parse an int. Raises RequestError if it has too many digits, as parsing takes quadratic time."""
+    """Parse an int. Raises RequestError if it has too many digits, since parsing takes quadratic time."""
     if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     return int(digits)

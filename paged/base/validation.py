@@ -21,8 +21,8 @@ MAX_SHOWN = 300  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return repr(value), cut to MAX_SHOWN. Values that repr refuses, such as huge ints and deep nesting, are
-    shown too.
+    """Return repr(value), cut to MAX_SHOWN characters, also where repr itself fails: for huge ints and deep
+    nesting.
 
     Only the beginning of a large value is read.
     """
@@ -70,9 +70,9 @@ def _repr_parts(value: object) -> Iterator[str]:
 
 
 def field_of(name: str) -> str | None:
-    """Return the field that a name in a message belongs to: stop_token_ids for stop_token_ids[2].
+    """Return the field that a name in a message refers to: stop_token_ids for stop_token_ids[2].
 
-    Return None for a name that is a phrase.
+    Return None for a phrase that names no field.
     """
     return _INDEX.sub("", name) if _PATH.fullmatch(name) else None
 
@@ -124,7 +124,7 @@ def check_number(
 
 
 def number_limits(minimum: float, maximum: float, *, above: bool) -> list[str]:
-    """Return the bounds of a number in words, without infinite ones.
+    """Return the finite bounds of a number in words.
 
     above: exclude the minimum itself.
     """
@@ -140,7 +140,7 @@ def check_bool(error: type[PagedError], name: str, value: object) -> bool:
 
 
 def changed(config: Any) -> list[str]:
-    """Return the names of the fields that differ from their defaults; every field must have one."""
+    """Return the names of the fields that differ from their defaults. Every field must have a default."""
     defaults = {
         f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
     }

@@ -19,8 +19,8 @@ Copy = tuple[BlockId, BlockId]  # from, to
 
 
 def widest_of(windows: Sequence[int | None]) -> int:
-    """Return the index of the layer group with the widest sliding window; None is full
-    attention, the widest.
+    """Return the index of the layer group with the widest sliding window; None, full attention, is the
+    widest.
     """
     return max(range(len(windows)), key=lambda group: windows[group] or NEVER)
 
@@ -30,9 +30,11 @@ class BlockManager:
 
     windows: the sliding window of each layer group in tokens, None for full attention. The layers of a group
         share a block table; a block holds block_size tokens in the layers of one group.
-    max_step_tokens: the most tokens that one sequence computes in a step. It bounds the blocks of a window.
-    num_host_blocks: blocks of host memory for sequences that are swapped out.
-    num_host_states: slots of host memory for their states; None: sequences have no states.
+    max_step_tokens: maximum number of tokens that one sequence computes in a step. It bounds the blocks of a
+        window.
+    num_host_blocks: number of blocks in host memory for sequences that are swapped out.
+    num_host_states: number of places in host memory for recurrent states of swapped-out sequences; None if
+        the model has no such states.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks, over all groups, that a sequence holds while it grows to num_tokens."""
+        """Return the maximum number of blocks, over all groups, that a sequence holds while it grows to
+        num_tokens.
+        """
         blocks = self.blocks_for(num_tokens)
         return sum(min(blocks, most) for most in self._most_blocks)
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether a sequence of this many tokens, alone, fits in the blocks that are not pinned."""
+        """Return whether one sequence of this many tokens fits in the blocks that are not pinned."""
         return self.most_blocks(num_tokens) <= self.pool.num_blocks - self.num_pinned
 
     def longest_fit(self, most: int) -> int:
@@ -101,7 +105,8 @@ class BlockManager:
     def blocks_taken(self, seq: SequenceBlocks, num_tokens: int) -> int:
         """Return how many blocks `grow` takes for extending a sequence to num_tokens.
 
-        Blocks that `grow` frees are not deducted: while steps are in flight, they become available later.
+        Blocks that `grow` frees are not deducted, since they become available only when the steps in flight
+        have ended.
         """
         wanted = self.blocks_for(num_tokens)
         # `fork` lowers the capacity, so that `grow` copies the shared last block.
@@ -113,10 +118,11 @@ class BlockManager:
         return sum(max(0, num_computed - dropped * self.block_size) for dropped in seq.num_dropped)
 
     def blocks_to_start(self, hits: Sequence[Sequence[BlockId]], num_tokens: int) -> int:
-        """Return an upper bound of the available blocks needed to extend these cached ones to num_tokens.
+        """Return an upper bound of the available blocks needed to extend the cached blocks `hits` to
+        num_tokens.
 
-        A cached block that another sequence holds costs nothing. Under a window it costs one block: when this
-        sequence drops it, the other still holds it.
+        A cached block that another sequence holds costs nothing. Under a sliding window it costs one block:
+        the block stays with the other sequence when this sequence drops it.
         """
         needed = self.most_blocks(num_tokens)
         refcount = self.pool.refcount
@@ -129,7 +135,7 @@ class BlockManager:
     def num_freed(self, seq: SequenceBlocks, gone: Counter[BlockId]) -> int:
         """Return how many blocks become available when this sequence is released after others.
 
-        gone: the references that those others held, by block. The references of this sequence are added to
+        gone: the number of references that the others held, by block. This sequence's references are added to
             it.
         """
         blocks = [block for group in range(len(self.windows)) for block in seq.live(group)]
@@ -155,7 +161,7 @@ class BlockManager:
     def match(
         self, seq: SequenceBlocks, token_ids: Sequence[int], first_needed: int | None = None
     ) -> list[list[BlockId]]:
-        """Return the cached blocks of the longest known prefix, for each group, without taking them.
+        """Return the cached blocks of the longest known prefix, for each group, without adding references.
 
         The prefix ends before the token `first_needed`, the first whose logits are needed; None means the
         last token.
@@ -239,7 +245,9 @@ class BlockManager:
         seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
 
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
-        """Return a second sequence that shares all blocks. The first write into the last block copies it."""
+        """Return a second sequence that shares all blocks. The first write into the shared last block copies
+        it.
+        """
         copy = SequenceBlocks(len(self.windows), seq.chain and seq.chain.fork())
         self._sequences.add(copy)
         copy.tables = [table[:] for table in seq.tables]
@@ -256,12 +264,12 @@ class BlockManager:
         return copy
 
     def rewind(self, seq: SequenceBlocks, num_computed: int) -> None:
-        """Lower the capacity to full blocks, so that `grow` copies the next one if it is shared."""
+        """Lower the capacity to full blocks, so that `grow` copies the next block if it is shared."""
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first num_tokens. No other sequence and no cache entry may have these
-        blocks.
+        """Free the blocks behind the first num_tokens tokens. No other sequence and no cache entry may refer
+        to these blocks.
 
         The draft model's K and V behind these tokens were guesses.
         """
@@ -323,7 +331,7 @@ class BlockManager:
         return True
 
     def take_host_state(self, seq: SequenceBlocks) -> int:
-        """Return where the state of a sequence that was swapped out is in host memory, and free that."""
+        """Return the place in host memory of a swapped-out sequence's state, and mark it free."""
         slot = seq.host_state
         assert slot is not None, "the state of the sequence is not in host memory"
         seq.host_state = None
@@ -367,13 +375,13 @@ class BlockManager:
     # Steps in flight
 
     def begin_step(self) -> None:
-        """Start a step, which may read any block held now until it ends."""
+        """Start a step. Until it ends, it may read any block that is used now."""
         self.pool.begin_step()
         if self.host_pool.num_blocks:
             self.host_pool.begin_step()
 
     def end_step(self) -> None:
-        """End the oldest step in flight: blocks freed since it began become available."""
+        """End the oldest step in flight. Blocks freed since that step began become available."""
         self.pool.end_step()
         if self.host_pool.num_blocks:
             self.host_pool.end_step()
@@ -408,12 +416,12 @@ class BlockManager:
 
     @property
     def pins(self) -> list[str]:
-        """Names of the pinned prefixes."""
+        """The names of the pinned prefixes."""
         return list(self._pins)
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned blocks."""
+        """The number of pinned blocks."""
         return len(self._pinned)
 
     def reset_prefix_cache(self) -> None:

@@ -32,14 +32,14 @@ class BlockPool:
     A block belongs to one layer group, the layers that share a block table; see `BlockManager`.
 
     - used: it has references.
-    - cached: it has none, but the index finds it by its prefix; evicted when blocks are needed, the least
-      recently used first.
+    - cached: it has no references, but the index finds it by its prefix. The least recently used is evicted
+      first.
     - free.
     - deferred: freed while a step in flight may still read it; free or cached when that step ends.
 
     A full block is indexed when it is scheduled: within a step all K and V of a layer are stored before any
-    is read. An indexed block has a serial number, and records its predecessor's: the chain of serials makes
-    a hit exact even if digests collide.
+    is read. An indexed block has a serial number, and records its predecessor's: the chain of serials makes a
+    hit exact even if digests collide.
 
     Every operation is O(1) per block. A cached block of 16 tokens takes less than 200 bytes.
     """
@@ -76,22 +76,22 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks."""
+        """The number of free blocks."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `allocate` can return: free and cached ones."""
+        """The number of blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + self.num_cached
 
     @property
     def num_deferred(self) -> int:
-        """Number of freed blocks that wait for a step in flight to end."""
+        """The number of freed blocks that wait for a step in flight to end."""
         return len(self._deferred_until)
 
     @property
     def num_used(self) -> int:
-        """Number of blocks with references."""
+        """The number of blocks with references."""
         return self.num_blocks - self.num_available - self.num_deferred
 
     def refcount(self, block: BlockId) -> int:
@@ -106,7 +106,7 @@ class BlockPool:
     # References
 
     def allocate(self, n: int) -> array[int] | None:
-        """Take n blocks, or none at all: on None the scheduler preempts. Evicts cached blocks as needed."""
+        """Take n blocks, evicting cached blocks as needed, or return None if fewer are available."""
         if n > len(self._free) + self.num_cached:
             return None
         free = self._free
@@ -130,7 +130,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[BlockId]) -> None:
-        """Add a reference to each block; none of them may be free."""
+        """Add a reference to each block. None of the blocks may be free."""
         for block in blocks:
             if self._refcounts[self._existing(block)] == 0:
                 if not self._serials[block]:
@@ -140,7 +140,7 @@ class BlockPool:
             self._refcounts[block] += 1
 
     def free(self, blocks: Iterable[BlockId]) -> None:
-        """Drop a reference to each block. Of these blocks, the last one is evicted last."""
+        """Drop one reference to each block. The last block of the list will be evicted last."""
         refcounts = self._refcounts
         for block in blocks:
             count = refcounts[self._existing(block)]
@@ -156,18 +156,18 @@ class BlockPool:
                     self._settle(block)
 
     def keep_for_step(self, block: BlockId) -> None:
-        """Keep this block from reuse until the step that is being scheduled has ended."""
+        """Keep a block from reuse until the step that is being scheduled has ended."""
         self._kept.add(block)
 
     # Steps in flight
 
     def begin_step(self) -> None:
-        """Start a step, which may read any block held now until it ends."""
+        """Start a step. Until it ends, it may read any block that is used now."""
         self._steps_begun += 1
         self._kept.clear()
 
     def end_step(self) -> None:
-        """End the oldest step in flight: blocks freed since it began become free or cached."""
+        """End the oldest step in flight. Blocks freed since that step began become free or cached."""
         if self._steps_ended == self._steps_begun:
             raise UsageError("no step is in flight")
         self._steps_ended += 1
@@ -179,14 +179,14 @@ class BlockPool:
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Number of steps begun and not ended."""
+        """The number of steps that have begun and not ended."""
         return self._steps_begun - self._steps_ended
 
     # The prefix cache
 
     @property
     def last_serial(self) -> int:
-        """Serial of the newest indexed block: while it stays the same, no cached prefix gets longer."""
+        """The serial of the newest indexed block. While it stays the same, no cached prefix gets longer."""
         return self._next_serial - 1
 
     def match(self, chain: PrefixChain, num_blocks: int, group: int = 0) -> list[BlockId]:
@@ -221,7 +221,7 @@ class BlockPool:
     def cache(self, block: BlockId, chain: PrefixChain, index: int, parent: int, group: int = 0) -> BlockId:
         """Index a held block as number `index` of a chain, after the block with serial `parent`.
 
-        Return the block that is indexed: this one, or an equal one that was indexed before.
+        Return the indexed block: this one, or an equal block that was indexed before.
         """
         size = 4 * self.block_size
         tokens = chain.data[index * size : (index + 1) * size]
@@ -275,7 +275,7 @@ class BlockPool:
             self._forget(block)
 
     def known_blocks(self) -> list[tuple[BlockId, int]]:
-        """Return every indexed block, used or not, and its group; predecessors first."""
+        """Return every indexed block, used or not, with its group; a block comes after its predecessor."""
         known = [(block, digest % self._num_groups) for digest, block in self._index.items()]
         return sorted(known, key=lambda entry: self._serials[entry[0]])
 
@@ -285,7 +285,7 @@ class BlockPool:
         return bytes(self._tokens[block * size : (block + 1) * size])
 
     def predecessor(self, block: BlockId) -> int:
-        """Return the serial of the block before an indexed one; 0 for a first block."""
+        """Return the serial of the block before an indexed block; 0 for a first block."""
         return self._parents[block]
 
     def namespace(self, block: BlockId) -> bytes:

@@ -21,15 +21,15 @@ def first_digest(namespace: bytes, hash_block: HashBlock = sha256_block) -> byte
 
 
 def short_digest(digest: bytes) -> int:
-    """Return the first 56 bits of a digest, which take 32 bytes as an int of CPython."""
+    """Return the first 56 bits of a digest. As an int of CPython, they take 32 bytes."""
     return int.from_bytes(digest[:7], "little")
 
 
 class PrefixChain:
     """Digests of the full blocks of a sequence; each covers the tokens up to the end of its block.
 
-    namespace: everything but the tokens that the KV depends on, such as the cache salt; see
-        `Request.namespace`. Sequences share blocks only within a namespace.
+    namespace: what the KV depends on besides the tokens, such as the cache salt; see `Request.namespace`.
+        Sequences share blocks only within a namespace.
 
     A digest is kept as its first 56 bits. It only finds a block: `BlockPool.match` then compares all tokens,
     so a collision can lose a hit but never produces a wrong one.

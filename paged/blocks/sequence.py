@@ -13,10 +13,10 @@ NEVER = 2**62
 class SequenceBlocks:
     """The block tables of one sequence, one for each layer group. Made by `BlockManager.open`.
 
-    capacity: number of tokens up to which `grow` need not be called.
-    register_at: number of tokens from which on `register` should be called while it decodes.
-    num_drafted: number of leading tokens whose blocks hold K and V of the draft model too, the guesses behind
-        the sequence's own tokens included.
+    capacity: number of tokens that fit without another call of `grow`.
+    register_at: number of tokens at which a decode should call `register` next.
+    num_drafted: number of leading tokens for which the blocks also hold the draft model's K and V, including
+        guesses behind the sequence's own tokens.
     """
 
     __slots__ = (
@@ -51,9 +51,9 @@ class SequenceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks it holds."""
+        """The number of blocks that the sequence holds."""
         return sum(map(len, self.tables)) - sum(self.num_dropped)
 
     def live(self, group: int) -> array[int]:
-        """Return the blocks it holds for one group, in order."""
+        """Return the blocks that the sequence holds for one group, in order."""
         return self.tables[group][self.num_dropped[group] :]

@@ -17,9 +17,9 @@ BREAK = "\udc80"
 
 
 class AnswerReader:
-    """Reads one answer, in pieces as it arrives or as a whole.
+    """Reads one answer, either in pieces as they arrive or as a whole.
 
-    parser: finds the parts in the text.
+    parser: finds content, reasoning and calls in the text.
     tokens: tells special tokens from ordinary text that looks the same; None if the text has no special
         tokens.
     """
@@ -30,7 +30,7 @@ class AnswerReader:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
         return self._parser.has_whole_calls
 
     def read(self, completion: CompletionOutput) -> list[Part]:
@@ -57,11 +57,11 @@ def _unbroken(part: Part) -> Part | None:
 class TokenText:
     """Tells the special tokens in the text of an answer from other tokens that spell them.
 
-    Most text contains none of these spellings, and is passed on without a look at its tokens.
+    Text without such a spelling, as most text is, is passed on without looking at its tokens.
 
     markers: special tokens that the parser reads.
     is_skipping: whether other special tokens are left out of the text.
-    has_breaks: whether ordinary tokens spelled a marker, which `take` then broke up in its text.
+    has_breaks: whether ordinary tokens have spelled a marker. `take` then broke the marker up in the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, markers: Collection[str], *, is_skipping: bool) -> None:

@@ -22,7 +22,8 @@ class CallParser(CallMachine):
     objects.
 
     tools: the tools that may be called.
-    left_out: beginnings of calls that do not count here, such as special tokens that the tokenizer lacks.
+    left_out: beginnings of calls that are not recognised here, such as special tokens that the tokenizer
+        lacks.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ REASONING_PARSERS = tuple(REASONING_BY_NAME)
 
 
 class TextOfModel(Protocol):
-    """The parts of `engine.model_text` that this package uses."""
+    """The methods of `engine.model_text` that this package uses."""
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
@@ -48,7 +48,7 @@ class TextOfModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """How a model writes tool calls and reasoning, and what a server makes of it.
+    """How a model writes tool calls and reasoning, and whether a server uses them.
 
     tools: the format of tool calls; None if it is unknown, or if no calls are to be read.
     auto_tool_choice: whether the model may decide by itself to call tools.
@@ -75,13 +75,13 @@ class ChatFormat:
         model_type: str | None = None,
         shows_tools: bool = True,
     ) -> ChatFormat:
-        """Return the format of a server's options.
+        """Return the format that a server's options select.
 
         tool_call_parser: one of TOOL_PARSERS, AUTO to detect it from the template, or NO_PARSER or None for
             no calls.
         reasoning_parser: one of REASONING_PARSERS, AUTO, or NO_PARSER or None.
         template: the source of the chat template; "" if there is none.
-        model_type: the model_type of config.json, which decides where there is no template.
+        model_type: the model_type of config.json, which selects the format if there is no template.
         shows_tools: whether the template shows tools to the model.
 
         Raises ConfigError for an unknown parser.
@@ -113,7 +113,7 @@ class ChatFormat:
         enable_auto_tool_choice: bool = True,
         is_logged: bool = True,
     ) -> ChatFormat:
-        """Return the format of a model and a server's options, as `of` does, and log what was chosen and why.
+        """Return the format for a model and a server's options, as `of` does. Log what was chosen and why.
 
         chat_template: as of `ChatTemplates.source`.
         """
@@ -151,7 +151,7 @@ class ChatFormat:
 
     @property
     def channels(self) -> ToolFormat | None:
-        """The format of answers that consist of messages with channels; None for other answers."""
+        """The format of answers made of messages with channels; None for other answers."""
         if self.tools is not None:
             return self.tools if self.tools.has_channels else None
         if self.reasoning is not None and self.reasoning.has_channels:
@@ -159,7 +159,7 @@ class ChatFormat:
         return None
 
     def is_in_reasoning(self, prompt: str, *, continues_answer: bool = False) -> bool:
-        """Return whether an answer to this prompt begins inside of reasoning."""
+        """Return whether an answer to this prompt begins inside reasoning."""
         syntax = self.reasoning
         if syntax is None:
             return False

@@ -60,27 +60,27 @@ def text(value: str) -> Format:
 
 
 def sequence(*elements: Format) -> Format:
-    """Return the format of several formats, one after another."""
+    """Return the format of several formats in sequence."""
     return {"type": "sequence", "elements": [*elements]}
 
 
 def either(*elements: Format) -> Format:
-    """Return the format of one of several."""
+    """Return a format that matches any one of several formats."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": [*elements]}
 
 
 def optional(content: Format) -> Format:
-    """Return a format that may be left out."""
+    """Return a format that matches `content` or nothing."""
     return {"type": "optional", "content": content}
 
 
 def in_slashes(words: str) -> str:
-    """Return a text as a part of a regular expression between slashes."""
+    """Return a regular expression for exactly this text, escaped for use between slashes."""
     return re.escape(words).replace("/", r"\/").replace("\n", r"\n")
 
 
 def tag(begin: str, content: Format, end: str) -> Format:
-    """Return the format of a content between two texts."""
+    """Return the format of `content` between two texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

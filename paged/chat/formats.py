@@ -29,7 +29,7 @@ class CallSyntax:
         "python": keyword arguments with Python literals. "gemma": Gemma's braces with bare keys.
     parameter: one element of tagged arguments, with $key and $value.
     quote: the quotation mark around texts in Gemma's braces.
-    identity: the text between a call's name and its id; "" if there are no ids.
+    identity: the text between a call's name and its id; "" if calls have no ids.
     """
 
     call: str
@@ -65,14 +65,14 @@ class CallSyntax:
 
     @property
     def markers(self) -> list[str]:
-        """The texts which mark calls and their parts, without blanks around them."""
+        """The texts that mark calls and their parts, without surrounding blanks."""
         texts = [self.begin, *self.also, self.quote, self.identity, *self.section]
         texts += re.split(r"\$\w+", f"{self.call} {self.parameter}")
         return [word for text in texts for word in text.split() if not word.isalnum()]
 
     @property
     def is_object(self) -> bool:
-        """Whether a call is a JSON object that has the name among its members."""
+        """Whether a call is a JSON object with the tool's name as a member."""
         return self.before_name.endswith('"name": "')
 
     def begun(self, name: str) -> str:
@@ -89,7 +89,7 @@ class ReasoningSyntax:
     """How a model marks reasoning, which comes before its answer.
 
     begins, ends: the texts before and after reasoning. A grammar writes the first of each.
-    answer: texts around the answer that follow reasoning and belong to neither.
+    answer: the texts before and after the answer that follows the reasoning; they belong to neither.
     has_channels: whether each message of an answer names its channel, as in Harmony.
     """
 
@@ -101,7 +101,7 @@ class ReasoningSyntax:
 
     @property
     def markers(self) -> list[str]:
-        """The texts without the blanks around them."""
+        """All texts that mark reasoning or answer, without surrounding blanks."""
         return [text.strip() for text in (*self.begins, *self.ends, *filter(None, self.answer))]
 
 
@@ -109,16 +109,16 @@ class ReasoningSyntax:
 class ChatSyntax:
     """A chat format.
 
-    name, aliases: the values of --tool-call-parser; the aliases are vLLM's names.
-    families: the families of models that use it, for the documentation.
-    present, absent: texts that the chat templates of these families contain, and texts that they do not. The
-        first format of the table that fits a template is taken.
-    model_types: the values of model_type in config.json that select the format where there is no template.
-    variants: the ways to write calls. The first variant whose texts the template contains is taken, else the
-        last one. The first variant of all reads all of them.
+    name, aliases: values of --tool-call-parser; the aliases are vLLM's names.
+    families: the families of models that use the format, for the documentation.
+    present, absent: texts that the chat templates of these families contain, and texts that they do not
+        contain. The first format in the table that fits a template is taken.
+    model_types: values of model_type in config.json that select the format if there is no template.
+    variants: the ways to write calls. The first variant whose texts the template contains is taken, or else
+        the last. The parser of the first variant reads the others too.
     ends: special tokens that end an answer, even if generation_config.json does not list them.
     reasoning: names of REASONINGS that these models have, for the documentation.
-    id_length: the length of a call's id, where the templates demand one.
+    id_length: the length of a call's id, if the templates demand one.
     has_channels: whether each message of an answer has a header with its channel, as in Harmony.
     """
 
@@ -135,7 +135,7 @@ class ChatSyntax:
     has_channels: bool = False
 
     def fits(self, template: str) -> bool:
-        """Return whether a chat template may be that of a model which writes this format."""
+        """Return whether a chat template may belong to a model that writes this format."""
         return (
             bool(self.present)
             and all(text in template for text in self.present)
@@ -479,13 +479,13 @@ MARKERS = frozenset(
 
 
 def formats_of(template: str, model_type: str | None = None) -> list[ChatSyntax]:
-    """Return the formats that fit a chat template, the best one first; if none does, those of the model."""
+    """Return the formats that fit a chat template, best first; if none fits, those of the model type."""
     fitting = [entry for entry in CHAT_FORMATS if entry.fits(template)]
     return fitting or [entry for entry in CHAT_FORMATS if model_type in entry.model_types]
 
 
 def reasoning_of(template: str, calls: ChatSyntax | None) -> ReasoningSyntax | None:
-    """Return how the models with a chat template reason; None if the template does not tell.
+    """Return how models with this chat template mark reasoning; None if the template does not show it.
 
     calls: the format of the model's calls.
     """

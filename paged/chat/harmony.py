@@ -23,12 +23,13 @@ _TO = " to="  # a recipient, which may come before the channel
 class HarmonyParser(CallMachine):
     """Finds reasoning (channel analysis), calls (recipient functions.NAME) and content (all else).
 
-    A message to another recipient becomes content together with its header, so that nothing is lost. A header
-    that is cut off is dropped.
+    A message to any other recipient becomes content, header included, so that nothing is lost. A header that
+    the end of the answer cuts off is dropped.
 
-    prompt: the prompt; its end may already have begun the answer.
+    prompt: the prompt; the answer may begin in it.
     is_split: whether reasoning is separated; else it becomes content.
-    keeps_header: whether a header that is cut off becomes content, as in an answer that must be a call.
+    keeps_header: whether a header that is cut off becomes content instead, as in an answer that must be a
+        call.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class JsonScanner:
     """The position in one JSON value (RFC 8259) whose text arrives in pieces.
 
     done: whether the value is complete.
-    failed: whether the last character was not allowed there. Once done or failed, nothing more can be
-        scanned.
+    failed: whether the last character was not allowed in its place. Nothing can be scanned after `done` or
+        `failed`.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class JsonScanner:
 
     @property
     def is_in_string(self) -> bool:
-        """Whether the position is inside a string, so that text without STRING_MARKS may follow and changes
-        nothing.
+        """Whether the position is inside a string. Text without STRING_MARKS may then follow without being
+        scanned.
         """
         return self._state == "string"
 
@@ -67,7 +67,7 @@ class JsonScanner:
         return at
 
     def finish(self) -> None:
-        """End the text: a number may be complete."""
+        """End the text. A number is complete only then."""
         if self._state == "number" and self._number[0].isupper() and not self._closers:
             self.done = True
         self.failed = not self.done

@@ -43,7 +43,7 @@ class Notation:
     quote: str = ""
 
     def closer(self, opener: str) -> str:
-        """Return the bracket that closes a list, tuple or mapping; "" if the opener begins none."""
+        """Return the bracket that closes a list, tuple or mapping; "" if `opener` opens none of these."""
         known = {"[": "]", "{": "}"} if self.quote else {"[": "]", "{": "}", "(": ")"}
         return known.get(opener, "")
 
@@ -52,9 +52,7 @@ PYTHON = Notation()
 
 
 def read_value(machine: CallMachine, notation: Notation, depth: int = 0) -> Reading:
-    """Read a value and emit it as JSON. Return whether it was valid; otherwise the machine stops
-    at the error.
-    """
+    """Read a value and emit it as JSON. Return whether it was valid; on an error, stop reading there."""
     character = yield from machine.next_character()
     if notation.quote and character == notation.quote[0]:
         return (yield from _quoted_text(machine, notation.quote))
@@ -74,7 +72,7 @@ def read_value(machine: CallMachine, notation: Notation, depth: int = 0) -> Read
 
 
 def read_members(machine: CallMachine, notation: Notation, depth: int) -> Reading:
-    """Read the members of a mapping, from behind its opening brace to the closing one."""
+    """Read the members of a mapping, from after the opening brace to the closing brace."""
     separator = "{"
     while True:
         yield from machine.blanks()
@@ -234,6 +232,6 @@ class _Reader(CallMachine):
 
 
 def json_of(text: str, notation: Notation) -> str:
-    """Return a value as JSON; "" if the text is no value."""
+    """Return a value as JSON; "" if the text is not a value."""
     reader = _Reader(text, notation)
     return "".join(reader.pieces) if reader.is_value else ""

@@ -19,7 +19,7 @@ from .tool_prompts import Message
 
 
 class LocalChat:
-    """Shows tools to a model, and separates content, reasoning and calls of its answers.
+    """Shows tools to a model, and separates its answers into content, reasoning and calls.
 
     chat_template: the template, as for `ChatTemplates.source`.
     """
@@ -32,9 +32,7 @@ class LocalChat:
     def shown(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
-        """Return messages and tools for the template. Tools that the template does not show are described in
-        messages.
-        """
+        """Return messages and tools for the template. If it cannot show tools, messages describe them."""
         if not tools:
             return messages, tools
         abilities = self._text.chat_templates.abilities(self._template)
@@ -44,15 +42,13 @@ class LocalChat:
         return form.messages_with(messages, tools, shows_system=abilities.system), None
 
     def params_of(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters under which the text of an answer keeps the marks between reasoning
-        and content.
-        """
+        """Return parameters that keep the marks between reasoning and content in the text of an answer."""
         if not ToolPlan.of(self._format).markers:
             return params
         return replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
 
     def growing(self, prompt: str) -> GrowingAnswer:
-        """Return a reader for the answer to this prompt, without tools."""
+        """Return a reader for the growing text of an answer to this prompt, without tools."""
         plan = ToolPlan.of(self._format)
         tokenizer = self._text.tokenizer
         tokens = None
@@ -68,7 +64,7 @@ class LocalChat:
         *,
         continues_answer: bool,
     ) -> dict[str, Any]:
-        """Return an answer as a message of the conversation, in OpenAI's form."""
+        """Return an answer as a message of the conversation, in OpenAI's format."""
         plan = ToolPlan.of(self._format, tools=_functions(tools), continues_answer=continues_answer)
         tokenizer = self._text.tokenizer
         text = completion.text

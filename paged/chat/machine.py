@@ -26,10 +26,10 @@ Reading = Generator[None, None, bool]  # a coroutine that returns whether it fou
 
 
 class TextMachine(ABC):
-    """A coroutine over text: `text[at:]` has arrived and is not read yet.
+    """A coroutine that reads text as it arrives: `text[at:]` has arrived and is not read yet.
 
-    Text from `held` on is kept, so that reading can go back there. After a yield, other saved positions are
-    invalid.
+    Text from `held` on stays in `text`, so that reading can return to it. A yield may shift positions in
+    `text`, and only `held` is adjusted.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class TextMachine(ABC):
         self.is_cut = False  # whether the text has ended where more was looked for
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are complete."""
+        """Take more text. Return the parts of the answer that are complete."""
         is_plain = self._firsts is not None and self.at == len(self.text) and self.held is None
         if is_plain and self._firsts is not None and self._firsts.isdisjoint(text):
             self._emit(text)
@@ -86,7 +86,7 @@ class TextMachine(ABC):
         self.held = None
 
     def next_character(self) -> Generator[None, None, str]:
-        """Return the next character without reading it; "" at the end of the text."""
+        """Return the next character without consuming it; "" at the end of the text."""
         while self.at == len(self.text) and not self.ended:
             yield
         self.is_cut = self.is_cut or self.at == len(self.text)
@@ -98,7 +98,7 @@ class TextMachine(ABC):
             self.at += 1
 
     def literal(self, wanted: str) -> Reading:
-        """Read a literal if the text continues with it."""
+        """Consume a literal if the text continues with it. Return whether it did."""
         while not self.text.startswith(wanted, self.at):
             arrived = self.text[self.at : self.at + len(wanted)]
             if self.ended or not wanted.startswith(arrived):
@@ -113,7 +113,7 @@ class TextMachine(ABC):
         return self.ended and wanted.startswith(self.text[self.at :])
 
     def closing(self, text: str) -> Reading:
-        """Read a closing text as `words` does. If the answer is cut off inside it, read what is there."""
+        """Read a closing text as `words` does. If the answer is cut off inside it, read what has arrived."""
         if (yield from self.words(text)):
             return True
         if any(self.is_cut_in(piece) for piece in text.split()):
@@ -122,7 +122,7 @@ class TextMachine(ABC):
         return False
 
     def words(self, text: str) -> Reading:
-        """Read a text in which each blank matches any blanks."""
+        """Read a text; a blank in it matches any number of blanks. Return whether it was there."""
         for piece in _BLANKS.split(text):
             if not piece or piece[0] in BLANKS:
                 yield from self.blanks() if piece else ()
@@ -184,7 +184,7 @@ class CallMachine(TextMachine):
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
         return 0 < self._num_calls == self._num_whole
 
     def emit_content(self, text: str) -> None:
@@ -204,7 +204,7 @@ class CallMachine(TextMachine):
             self.parts.append(ContentDelta(self._pending_blanks))
 
     def begin_call(self, name: str) -> None:
-        """Begin a call. From here on no text is held."""
+        """Begin a call. `go_back` is no longer possible."""
         self._pending_blanks = ""
         self._is_after_call = True
         self.held = None
@@ -212,7 +212,7 @@ class CallMachine(TextMachine):
         self._num_calls += 1
 
     def emit_arguments(self, text: str) -> None:
-        """Emit more of the arguments of the call."""
+        """Emit a further piece of the call's arguments."""
         if not text:
             return
         if self.parts and isinstance(last := self.parts[-1], ToolArgumentsDelta):
@@ -221,12 +221,12 @@ class CallMachine(TextMachine):
             self.parts.append(ToolArgumentsDelta(self._num_calls - 1, text))
 
     def emit_rest(self, text: str) -> None:
-        """Emit the last of the arguments, which completes the call."""
+        """Emit the last piece of the call's arguments, which completes the call."""
         self.emit_arguments(text)
         self._num_whole += 1
 
     def stream_arguments(self) -> Reading:
-        """Read an object and pass each character on at once. Return whether it is whole."""
+        """Read a JSON object and pass each character on at once. Return whether the object is complete."""
         scanner = JsonScanner()
         while not (scanner.done or scanner.failed):
             end = scanner.scan(self.text, self.at)
@@ -246,7 +246,7 @@ class CallMachine(TextMachine):
     def value(self, most: int | None = None) -> Generator[None, None, str]:
         """Read a JSON value of at most `most` characters (None: any length).
 
-        Return its text; "" if there is none, or it is longer.
+        Return its text; "" if there is no value, or if it is longer.
         """
         scanner = JsonScanner()
         pieces = list[str]()
@@ -265,7 +265,7 @@ class CallMachine(TextMachine):
             yield
 
     def string(self) -> Generator[None, None, str]:
-        """Read a JSON string. Return its value; "" if there is none."""
+        """Read a JSON string. Return its value; "" if there is no string."""
         if (yield from self.next_character()) != '"':
             return ""
         text = yield from self.value(MAX_KEY)
@@ -274,8 +274,8 @@ class CallMachine(TextMachine):
     def call_object(self) -> Generator[None, None, bool | None]:
         """Read {"name": ..., "arguments": {...}} with its members in any order, perhaps with "id" and "type".
 
-        "parameters" is a synonym of "arguments". Returns None if it is no call, False if a call has begun but
-        is malformed, True if it is complete.
+        "parameters" is a synonym of "arguments". Return None if the text is not a call, False if a call has
+        begun but is malformed, True if the call is complete.
         """
         name = ""
         arguments = ""

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A further piece of the answer's own text."""
+    """A further piece of the answer's content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A further piece of the text that precedes the answer."""
+    """A further piece of the reasoning that precedes the answer."""
 
     text: str
 
@@ -26,7 +26,7 @@ class ToolCallStart:
     """The beginning of a call. A ToolArgumentsDelta of the same index follows, unless the answer is cut off.
 
     index: the number of the call in the answer, from 0.
-    call_id: unique among calls.
+    call_id: the id of the call, unique among calls.
     name: the name of one of the request's tools.
     """
 
@@ -37,7 +37,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """A further piece of a call's arguments. Joined, the pieces are a JSON object."""
+    """A further piece of a call's arguments. All pieces joined form a JSON object."""
 
     index: int
     text: str
@@ -49,25 +49,26 @@ Part = ContentDelta | ReasoningDelta | ToolCallStart | ToolArgumentsDelta
 class OutputParser(Protocol):
     """A state machine that finds the parts of one answer.
 
-    The joined parts do not depend on how the text is split.
+    How the text is split into pieces does not change the joined parts.
     """
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are complete."""
+        """Take more text. Return the parts of the answer that are complete."""
 
     def finish(self) -> list[Part]:
         """End the text. Return the remaining parts."""
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
 
 
 @dataclass(slots=True)
 class ToolCall:
     """A complete call.
 
-    arguments: a JSON object as text, unless max_tokens or a mistake of the model cut it.
+    arguments: a JSON object as text. It is incomplete if max_tokens cut it off, or malformed if the model
+        made a mistake.
     """
 
     call_id: str
@@ -85,7 +86,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatOutput:
-    """The joined parts of an answer. content, reasoning: empty if there is none."""
+    """The joined parts of an answer. content and reasoning are empty if the answer has none."""
 
     content: str = ""
     reasoning: str = ""
@@ -116,9 +117,7 @@ class ChatOutput:
         return output
 
     def message(self) -> dict[str, Any]:
-        """Return the message of a chat.completion. Reasoning is given under both of the names
-        that clients use.
-        """
+        """Return the message of a chat.completion, with reasoning under both names that clients use."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["content"] = self.content or None
@@ -129,7 +128,7 @@ class ChatOutput:
 
 
 def delta_of(part: Part) -> dict[str, Any]:
-    """Return the delta of a chat.completion.chunk."""
+    """Return a part as the delta of a chat.completion.chunk."""
     # The most frequent kinds first, and without patterns: this runs for every token of a stream.
     if isinstance(part, ContentDelta):
         return {"content": part.text}

@@ -23,7 +23,7 @@ _BLANKS: Format = {"type": "regex", "pattern": r"[ \n]{0,4}"}
 
 
 class PlainText:
-    """The parser of answers which are all content."""
+    """The parser of answers that are content only."""
 
     has_whole_calls = False
 
@@ -32,7 +32,7 @@ class PlainText:
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Part]:
-        """Return nothing, as `feed` holds nothing back."""
+        """Return nothing, since `feed` holds nothing back."""
         return []
 
 
@@ -61,7 +61,7 @@ class ToolPlan:
         parallel_tool_calls: bool = True,
         continues_answer: bool = False,
     ) -> ToolPlan:
-        """Return the plan for the fields of a request, as their tables parse them.
+        """Return the plan for the parsed fields of a request.
 
         Raises RequestError naming the field if fields contradict each other.
         """
@@ -91,19 +91,19 @@ class ToolPlan:
 
     @property
     def parses(self) -> bool:
-        """Whether an answer may be more than content."""
+        """Whether an answer may contain reasoning or calls besides content."""
         return self.chat.reasoning is not None or bool(self.tools) or self.chat.channels is not None
 
     @property
     def markers(self) -> frozenset[str]:
-        """The special tokens that the parser needs in the text of an answer."""
+        """The special tokens that the parser needs to see in the text of an answer."""
         texts = [*self.format.markers] if self.tools or self.chat.channels is not None else []
         texts += [] if self.chat.reasoning is None else self.chat.reasoning.markers
         return self.chat.special_tokens.intersection(texts)
 
     @property
     def skip_special_tokens(self) -> bool:
-        """Whether special tokens can be skipped in the text that the parser reads."""
+        """Whether special tokens may be left out of the text that the parser reads."""
         return not self.markers
 
     def new_parser(self, prompt: str) -> OutputParser:
@@ -119,9 +119,9 @@ class ToolPlan:
         return ReasoningMachine(reasoning, answer, is_inside=self._is_in_reasoning(prompt))
 
     def reasoning_tags(self, prompt: str) -> tuple[str, str] | None:
-        """Return what begins and ends the reasoning of an answer to this prompt; None if there is none.
+        """Return the tags that begin and end reasoning in an answer to this prompt; None if it has none.
 
-        The first tag is "" if the answer begins inside of the reasoning.
+        The first tag is "" if the answer begins inside reasoning.
         """
         if self.format.has_channels:
             return REASONING_BY_NAME[self.format.name].begins[0], FINAL
@@ -135,10 +135,10 @@ class ToolPlan:
     ) -> StructuredOutputsParams | None:
         """Return the language that an answer to this prompt must belong to; None if it may be any text.
 
-        wanted: the language that response_format demands of content. An answer is then either that or tool
-            calls.
+        wanted: the language that response_format demands of content. The answer is then either such content
+            or tool calls.
 
-        Raises RequestError if the answer must be a call and also belong to another language.
+        Raises RequestError if the answer must be a call and `wanted` demands something else.
         """
         answer = self._answer(wanted)
         if answer is None:
@@ -189,7 +189,7 @@ class ToolPlan:
 
     @property
     def format(self) -> ToolFormat:
-        """How the answer writes calls."""
+        """The format in which the answer writes calls."""
         return self.chat.tools or self.chat.channels or JSON_FORMAT
 
 

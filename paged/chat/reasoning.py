@@ -14,8 +14,8 @@ class ReasoningMachine(TextMachine):
 
     Blanks around the marks are neither reasoning nor answer.
 
-    is_inside: whether the text begins inside of the reasoning, as after a prompt that ends in <think>.
-    answer: the parser of the rest; None if all of it is content.
+    is_inside: whether the text begins inside reasoning, as after a prompt that ends in <think>.
+    answer: the parser of the rest; None if the rest is all content.
     """
 
     def __init__(self, syntax: ReasoningSyntax, answer: OutputParser | None, *, is_inside: bool) -> None:
@@ -28,11 +28,11 @@ class ReasoningMachine(TextMachine):
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
         return self._answer is not None and self._answer.has_whole_calls
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are certain."""
+        """Take more text. Return the parts of the answer that are certain."""
         if self._is_over and self._answer is not None:
             return self._answer.feed(text)
         return super().feed(text)
@@ -91,9 +91,10 @@ class ReasoningMachine(TextMachine):
 
 
 def ends_in_reasoning(syntax: ReasoningSyntax, prompt: str, *, continues_answer: bool = False) -> bool:
-    """Return whether an answer to this prompt begins inside of reasoning, because the prompt has begun it.
+    """Return whether the prompt opens reasoning that the answer continues.
 
-    continues_answer: whether the prompt ends with the beginning of an answer, which may hold reasoning.
+    continues_answer: whether the prompt ends with the beginning of an answer. That beginning may contain
+        reasoning.
     """
     begins = [text.strip() for text in syntax.begins]
     if continues_answer:

@@ -21,8 +21,8 @@ _ANY = frozenset(["null", "number", "boolean", "object", "array"])
 class TaggedArguments:
     """Reads the elements of one call, up to the text that ends it.
 
-    A parameter of type string is the text as it stands, without the line breaks that the format writes around
-    it. It is passed on as it arrives. Other parameters are passed on when they are complete.
+    A parameter of type string is the text between its tags, without the line breaks next to the tags, and is
+    passed on as it arrives. Other parameters are passed on when they are complete.
 
     schema: the schema of the arguments.
     """
@@ -42,9 +42,10 @@ class TaggedArguments:
     def read(self, begin: Callable[[], None]) -> Generator[None, None, bool | None]:
         """Read the elements and the first word after them.
 
-        begin: called once these are certain to be arguments.
+        begin: called once the text is certain to be arguments.
 
-        Returns None if they are not, False if they do not end as they should, True if they are whole.
+        Return None if the text is not arguments, False if the arguments are malformed, True if they are
+        complete.
         """
         machine = self._machine
         yield from machine.blanks()
@@ -176,10 +177,10 @@ class TaggedArguments:
 
 
 def value_of(text: str, types: Types) -> str:
-    """Return the JSON of a value that stands as plain text.
+    """Return the JSON of a value that is written as plain text.
 
-    null, number, boolean, object and array are tried in turn, the allowed types first. Any other text is a
-    string.
+    The text is tried as null, number, boolean, object and array, the allowed types first. If none fits, it is
+    a string.
     """
     bare = text.strip(BLANKS)
     found = _literal(bare, _ANY if types is None else types)

@@ -35,14 +35,15 @@ _NAME_GOES_ON = re.compile(r"[A-Za-z0-9_-]{2}")
 
 
 class ForcedCalls:
-    """Finds the calls of an answer that consists of calls only.
+    """Finds the calls in an answer that consists of calls only.
 
-    max_tokens or a stop string may cut the answer anywhere. Text outside arguments is then the beginning or
-    the end of a call, not content. If it names a tool, it begins a call without arguments.
+    max_tokens or a stop string may cut the answer anywhere. Text outside arguments then belongs to the
+    beginning or the end of a call, not to content. If that text contains a tool's name, it is reported as a
+    call without arguments.
 
     calls: the parser of the calls.
     opening: the text before the first call.
-    begins: the text of a call up to its arguments, by the name of its tool.
+    begins: for each tool name, the text of its call up to the arguments.
     name_at: the position of the name in each of these texts.
     new_id: makes the id of a call.
     """
@@ -66,11 +67,11 @@ class ForcedCalls:
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
         return self._calls.has_whole_calls and not self._is_cut
 
     def feed(self, text: str) -> list[Part]:
-        """Take more text. Return the parts that are certain."""
+        """Take more text. Return the parts of the answer that are certain."""
         self._is_begun = self._is_begun or bool(text)
         return self._without_rest(self._calls.feed(text))
 
@@ -137,7 +138,7 @@ _END = "<|end|>"
 class ToolFormat:
     """How a model writes tool calls.
 
-    entry: the entry in the table of formats.
+    entry: the format's entry in the table of formats.
     template: the chat template, which selects the variant.
     special_tokens: the special tokens of the tokenizer.
     """
@@ -159,7 +160,7 @@ class ToolFormat:
 
     @property
     def markers(self) -> list[str]:
-        """Texts that may be special tokens. If they are, outputs must keep special tokens in their text."""
+        """Texts that may be special tokens; outputs must then keep special tokens in their text."""
         if self.has_channels:
             return [*TOKENS]
         return self.syntax.markers
@@ -169,9 +170,9 @@ class ToolFormat:
     def new_parser(
         self, tools: Sequence[Tool], prompt: str, *, is_split: bool = True, is_forced: bool = False
     ) -> OutputParser:
-        """Return a parser of one answer to a prompt, with calls of these tools.
+        """Return a parser for one answer to a prompt, which may call these tools.
 
-        is_split: whether reasoning in a channel of its own is separated.
+        is_split: whether reasoning in a channel of its own is separated from content.
         """
         if self.has_channels:
             names = [tool.name for tool in tools]
@@ -182,7 +183,7 @@ class ToolFormat:
         return CallParser(self.entry.variants[0][1], tools, self.new_id, left_out)
 
     def new_forced_parser(self, tools: Sequence[Tool], prompt: str, *, is_split: bool = True) -> OutputParser:
-        """Return a parser of an answer in the format that `calls` returns."""
+        """Return a parser for one answer in the format that `calls` returns."""
         begins = {tool.name: self.syntax.begun(tool.name) for tool in tools}
         calls = self.new_parser(tools, prompt, is_split=is_split, is_forced=True)
         return ForcedCalls(calls, self.syntax.section[0], begins, len(self.syntax.before_name), self.new_id)
@@ -198,7 +199,7 @@ class ToolFormat:
     def messages_with(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, shows_system: bool
     ) -> list[Message]:
-        """Return a conversation with its tools, calls and results in the texts of messages."""
+        """Return a conversation in which plain messages describe tools, calls and results."""
         opening, closing = self.syntax.section
         prompt = ToolPrompt(self._example, opening, self.syntax.separator, closing)
         written = partial(written_call, self.syntax)
@@ -214,8 +215,8 @@ class ToolFormat:
     # Forcing
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
-        """Return the format of one call, or of 1 to MAX_CALLS calls, whose arguments match their
-        tools' schemas.
+        """Return the format of one call, or of 1 to MAX_CALLS calls. Arguments match the schemas of their
+        tools.
         """
         syntax = self.syntax
         tags = [self._call(tool) for tool in tools]

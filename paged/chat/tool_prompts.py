@@ -32,9 +32,9 @@ class ToolPrompt:
         *,
         shows_system: bool,
     ) -> list[Message]:
-        """Return a conversation with its tools, calls and results in the texts of messages.
+        """Return a conversation in which plain messages describe tools, calls and results.
 
-        written: returns the text of a call from a tool's name and the arguments as JSON.
+        written: returns the text of a call, given a tool's name and the arguments as JSON.
         shows_system: whether the chat template shows system messages; else the first message of another role
             describes the tools.
         """

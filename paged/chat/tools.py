@@ -23,7 +23,7 @@ class Tool:
 
     parameters: the JSON schema of its arguments, an object.
     strict: whether the arguments must match the schema.
-    place: the place of the parameters in the body of the request, for errors.
+    place: where the parameters are in the body of the request, for error messages.
     """
 
     name: str
@@ -47,9 +47,7 @@ class ToolChoice:
 
 
 def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Return the tools of a request, each as its table parses it. Raises RequestError if two
-    have one name.
-    """
+    """Return the tools of a request, given as parsed entries. Raises RequestError if two have one name."""
     tools = list[Tool]()
     names = set[str]()
     for i, function in enumerate(tool["function"] for tool in given):
@@ -65,7 +63,7 @@ def tools_of(given: Sequence[Mapping[str, Any]]) -> list[Tool]:
 
 
 def tool_choice_of(given: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-    """Return the choice of a request, as its table parses it; None is "auto" if there are tools.
+    """Return the tool choice of a parsed field. None means "auto" if there are tools, else "none".
 
     Raises RequestError for a tool that the request does not have.
     """

@@ -13,12 +13,12 @@ _REASONING = ("reasoning", "reasoning_content", "thinking")
 
 
 def has_repeated_roles(messages: Sequence[Any]) -> bool:
-    """Return whether two neighbouring messages are both the user's or both the assistant's."""
+    """Return whether two adjacent messages are both the user's or both the assistant's."""
     return any(_is_same_turn(one, other) for one, other in pairwise(messages))
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation in which consecutive messages of the user, or of the assistant, are merged."""
+    """Return a conversation in which adjacent messages of the user, or of the assistant, are merged."""
     turns = list[Message]()
     for message in messages:
         if turns and _is_same_turn(turns[-1], message):
@@ -53,8 +53,9 @@ def _contents(one: Any, other: Any) -> Any:
 
 
 def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
-    """Return a conversation whose call ids have this length, as some templates demand. Other ids
-    are hashed.
+    """Return a conversation in which all call ids have this length, as some templates demand.
+
+    An id of another length is replaced by a hash of it.
     """
 
     def short(given: Any) -> str:
@@ -74,10 +75,10 @@ def with_short_ids(messages: Sequence[Message], length: int) -> list[Message]:
 
 
 def with_single_calls(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation for Harmony's templates, which show one call of each message.
+    """Return a conversation for Harmony's templates. They show only one call per message.
 
     A message with several calls becomes several messages of one call, each followed by its result. A preamble
-    and the reasoning before a call are joined to one text, as such templates accept only one.
+    and the reasoning before a call are joined, since the templates accept only one text.
     """
     found = list[Message]()
     waiting = list[Message]()  # calls of the last message whose results come next

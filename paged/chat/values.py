@@ -27,12 +27,12 @@ TEXT: Final = frozenset(["string"])
 
 
 def quoted(text: str) -> str:
-    """Return a text as the inside of a JSON string."""
+    """Escape a text for use inside a JSON string."""
     return encode_basestring(text)[1:-1]
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return a schema, or the schema that its reference leads to; None if the root has no such part."""
+    """Return a schema with its reference resolved; None if `root` lacks what the reference names."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
@@ -49,9 +49,9 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def types_of(schema: Any, root: Any) -> Types:
-    """Return the JSON types that a schema allows, None if it does not say.
+    """Return the JSON types that a schema allows; None if the schema does not restrict them.
 
-    root: the schema that references begin from.
+    root: the schema in which references are resolved.
     """
     return _types_of(schema, root, set())
 
@@ -91,7 +91,7 @@ def _union(parts: Iterator[Types]) -> Types:
 
 
 def property_of(schema: Any, name: str, root: Any) -> Any:
-    """Return the schema of a property of an object; None if its schema has none."""
+    """Return the schema of an object's property; None if the object's schema says nothing about it."""
     waiting = [schema]
     seen = set[int]()
     others = None
@@ -112,7 +112,7 @@ def property_of(schema: Any, name: str, root: Any) -> Any:
 
 
 def number_of(text: str) -> str:
-    """Return a number written in JSON or Python as JSON; "" if the text is no number."""
+    """Return a number written in JSON or Python as JSON; "" if the text is not a number."""
     if _JSON_NUMBER.fullmatch(text):
         return text
     if not _NUMBER.fullmatch(text) or len(text) > MAX_NUMBER:
@@ -125,5 +125,5 @@ def number_of(text: str) -> str:
 
 
 def is_whole(number: str) -> bool:
-    """Return whether a number of JSON is an integer."""
+    """Return whether a JSON number is an integer."""
     return ("." not in number and "e" not in number.lower()) or float(number).is_integer()

@@ -10,7 +10,7 @@ from .formats import CallSyntax
 
 
 def written_call(syntax: CallSyntax, name: str, arguments: str) -> str:
-    """Return the text of a call. Arguments that are no JSON object are written unchanged."""
+    """Return the text of a call. Arguments that are not a JSON object are written unchanged."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -21,7 +21,7 @@ def written_call(syntax: CallSyntax, name: str, arguments: str) -> str:
 
 
 def written_arguments(syntax: CallSyntax, arguments: Mapping[str, Any]) -> str:
-    """Return arguments in the notation of a format."""
+    """Return arguments in the notation that `syntax` names."""
     match syntax.arguments:
         case "tagged":
             before, between, after = syntax.parameter_texts
@@ -40,7 +40,7 @@ def _plain(value: Any) -> str:
 
 
 def python_literal(value: Any) -> str:
-    """Return a value of JSON as a literal of Python, with the quotes of JSON."""
+    """Return a JSON value as a Python literal, with JSON's quotes."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_plain_key(key)}: {python_literal(v)}" for key, v in value.items()) + "}"
     if isinstance(value, list):
@@ -53,7 +53,7 @@ def _plain_key(key: str) -> str:
 
 
 def gemma_literal(value: Any, quote: str) -> str:
-    """Return a value of JSON in Gemma's braces."""
+    """Return a JSON value in Gemma's notation with braces."""
     if isinstance(value, Mapping):
         members = (f"{key}:{gemma_literal(v, quote)}" for key, v in value.items())
         return f"{{{','.join(members)}}}"

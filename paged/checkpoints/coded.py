@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Factors(NamedTuple):
     """The factors of quantised codes, by row and group of inputs: scales, zeros and offsets.
 
-    All have shape [num_rows, num_groups]. Units have shape [num_rows, num_units]; each covers the same number
-    of consecutive groups. Scales and offsets with a unit have two levels: integers or float8 that are
-    multiplied by the unit. A divisor is shaped like a unit; float8 scales are divided by it.
+    Scales, zeros and offsets have shape [num_rows, num_groups]. A scale or offset may have a second level: it
+    is stored as an integer or float8 and multiplied by a unit, or divided by a divisor. Units and divisors
+    have shape [num_rows, num_units]; each covers the same number of consecutive groups.
     """
 
     scale: Tensor
@@ -29,27 +29,28 @@ class Factors(NamedTuple):
     scale_divisor: Tensor | None = None  # not beside a unit
 
     def scales(self) -> Tensor:
-        """Return the scales in float32: a scale times its unit, or over its divisor, rounded once."""
+        """Return the scales in float32: each scale times its unit or divided by its divisor, rounded once."""
         if self.scale_divisor is not None:
             return self.scale.float() / _by_group(self.scale_divisor, self.scale)
         return _with_unit(self.scale, self.scale_unit)
 
     def offsets(self) -> Tensor | None:
-        """Return the offsets in float32."""
+        """Return the offsets in float32, each multiplied by its unit; None if there are no offsets."""
         return None if self.offset is None else _with_unit(self.offset, self.offset_unit)
 
     def take(self, rows: Tensor | slice) -> Factors:
-        """Return the factors of these rows."""
+        """Return the factors of these rows only."""
         zero, offset, *units = (None if x is None else x[rows] for x in self[1:])
         return Factors(self.scale[rows], zero, offset, *units)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight [num_rows, num_inputs] that is not stored as floats.
+    """A weight [num_rows, num_inputs] that is stored as codes and factors instead of floats.
 
-    In float32 the weight is number * scale + offset, or (number - zero) * scale, and each operation rounds
-    once. In all formats with an offset the product is exact, so a fused multiply-add gives the same result.
+    A code stands for a number. In float32 the weight is number * scale + offset, or (number - zero) * scale,
+    and each operation rounds once. In all formats with an offset the product is exact, so a fused
+    multiply-add gives the same result.
     """
 
     # u8 from 0 to 15, or HalfBytes, with a table of 16 numbers; i8, which are numbers; or float8_e4m3fn
@@ -61,23 +62,23 @@ class CodedWeight:
 
     @property
     def codes(self) -> Tensor:
-        """The codes, one to a byte."""
+        """The codes, one per byte."""
         from ..kernels.half_bytes import HalfBytes
 
         return self.stored.unpacked() if isinstance(self.stored, HalfBytes) else self.stored
 
     @property
     def shape(self) -> torch.Size:
-        """[num_rows, num_inputs]."""
+        """The shape [num_rows, num_inputs]."""
         return self.stored.shape
 
     @property
     def group(self) -> int:
-        """Return how many consecutive inputs share their factors."""
+        """The number of consecutive inputs that share their factors."""
         return self.shape[1] // self.factors.scale.shape[1]
 
     def take(self, rows: Tensor | slice) -> CodedWeight:
-        """Return these rows."""
+        """Return these rows of the weight."""
         from ..kernels.half_bytes import HalfBytes
 
         stored = self.stored.take(rows) if isinstance(self.stored, HalfBytes) else self.stored[rows]
@@ -90,9 +91,7 @@ class CodedWeight:
         return torch.tensor(self.table, dtype=torch.float32, device=self.stored.device)[self.codes.int()]
 
     def floats(self) -> Tensor:
-        """Return the weight decoded to float32, its columns in the order of the input features (any
-        reordering by `order` is undone).
-        """
+        """Return the weight decoded to float32, with columns in the original order of the input features."""
         numbers = self.numbers().view(len(self.stored), -1, self.group)
         scale, zero, offset = self.factors.scales(), self.factors.zero, self.factors.offsets()
         if zero is not None:
@@ -124,13 +123,13 @@ def _by_group(unit: Tensor, groups: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class WholeWeight:
-    """The whole weight, of which this process may hold only a shard.
+    """Access to the whole weight in a process that may hold only a shard of it.
 
-    Some choices depend on all numbers of the weight. Each process reads the other shards and decides alone,
-    so that a process that replaces another can load while the rest compute.
+    Some choices depend on all numbers of the weight. Each process reads the other shards itself instead of
+    asking the other processes, so that a replacement process can load while the others compute.
 
     num_shards: how many shards the weight is divided into.
-    read: reads the whole weight; None if this process holds all of it, or other shards are known to be alike.
+    read: reads the whole weight; None if this process holds all of it, or if the other shards need no check.
     """
 
     num_shards: int = 1
@@ -139,6 +138,6 @@ class WholeWeight:
     def has(self, own: Weight, check: Callable[[Weight], bool]) -> bool:
         """Return whether the whole weight passes a check.
 
-        own: the share of the weight that is in memory.
+        own: the shard that this process holds.
         """
         return check(own) and (self.read is None or check(self.read()))

@@ -73,7 +73,7 @@ class Dense:
     """A linear layer over vectors: activation(W x + b). With use_residual, x or a projection of x is added.
 
     directory: the directory with its model.safetensors.
-    activation: a function of torch.nn.functional; None: there is none.
+    activation: the name of a function in torch.nn.functional; None if there is no activation.
     """
 
     directory: Path
@@ -86,19 +86,22 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSettings:
-    """How a checkpoint makes embeddings of its final hidden states.
+    """How a checkpoint makes an embedding from its final hidden states.
 
     size: the size of a vector.
-    pooling: None if the checkpoint names one that is not supported, which `unsupported_pooling` describes.
-    include_prompt: whether mean and cls pooling include the tokens of a prompt from `prompts`.
+    pooling: how hidden states become one vector; None if the checkpoint names an unsupported way, which
+        `unsupported_pooling` then describes.
+    include_prompt: whether mean and cls pooling include the tokens of the text from `prompts`.
     steps: the operations on the pooled vector in order: dense layers, and normalisations before them.
     normalize: whether the final vector is scaled to a norm of 1.
-    prompts: texts to put before a text, by name; default_prompt_name is the one to use where none is named.
-    max_tokens: the most tokens of a text; None: as many as the context. max_tokens_key: its file and key.
+    prompts: texts to put before the input, by name; default_prompt_name names the default.
+    max_tokens: maximum number of tokens of an input; None allows the whole context. max_tokens_key: the file
+        and key that set it.
     lower_case: whether texts are converted to lower case.
-    as_message: whether the chat template renders a text as a user message, and a prompt as a system message.
-    dimensions: the sizes that a vector may be cut to; None: any.
-    refusal: why there are no embeddings, if there are none.
+    as_message: whether the chat template renders the input as a user message, and the text from `prompts` as
+        a system message.
+    dimensions: the sizes that a vector may be cut to; None allows any.
+    refusal: why the checkpoint cannot make embeddings; None if it can.
     """
 
     size: int
@@ -122,7 +125,7 @@ class EmbeddingSettings:
         return [step for step in self.steps if isinstance(step, Dense)]
 
     def describe(self) -> str:
-        """Return a line about them."""
+        """Describe the settings in one line."""
         parts = [f"{self.pooling} pooling" if self.pooling else self.unsupported_pooling]
         parts += [f"dense {layer.in_features} to {layer.out_features}" for layer in self.dense]
         parts += ["normalized"] * self.normalize
@@ -133,10 +136,9 @@ class EmbeddingSettings:
 def read_embedding_settings(directory: Path, hidden_size: int) -> EmbeddingSettings:
     """Read a checkpoint's settings for embeddings. Without any, the last token's vector is normalized.
 
-    An unsupported setting becomes the `refusal` of the settings instead of an error, as the checkpoint may
-    still generate.
+    An unsupported setting sets `refusal` instead of raising, since the checkpoint may still generate text.
 
-    Raises CheckpointError, which names the file, for values that are wrong.
+    Raises CheckpointError, which names the file, for wrong values.
     """
     hf = read_json(directory / "config.json")
     found: dict[str, Any] = {"size": hidden_size}

@@ -27,12 +27,12 @@ _QUANTIZATION = "hf_quant_config.json"  # beside config.json, where ModelOpt say
 def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
     """Return a directory with the config of a model on the hub and the headers of its weights.
 
-    Each file is as large as its original, but sparse: it holds the header only and takes no disk space for
-    the rest.
+    Each file has the size of its original, but is sparse: only the header takes disk space.
 
-    config: the model's config.json, which is already fetched.
+    config: the path of the model's config.json, which has already been fetched.
 
-    Raises CheckpointError for a repository without safetensors, and OSError and ValueError as the hub does.
+    Raises CheckpointError for a repository without safetensors, and OSError or ValueError for errors of the
+    hub.
     """
     from huggingface_hub import HfFileSystem, hf_hub_download
 
@@ -56,7 +56,7 @@ def fetch_headers(repository: str, revision: str | None, config: Path) -> Path:
 def fetch_gguf_headers(repository: str, revision: str | None, names: Sequence[str]) -> Path:
     """Return a directory with the config and the headers of a GGUF model on the hub.
 
-    names: the name of the model's file, or of all its parts.
+    names: the names of the model's files: one, or one per part.
     """
     from huggingface_hub import HfFileSystem
 
@@ -70,8 +70,7 @@ def fetch_gguf_headers(repository: str, revision: str | None, names: Sequence[st
 
 
 def write_gguf_headers(sources: Mapping[str, Any]) -> Path:
-    """Make a directory with config.json and sparse GGUF files that have the headers and sizes of the given
-    ones.
+    """Make a directory with a config.json and sparse copies of GGUF files that hold only their headers.
 
     sources: the open files by name, the first part first.
     """
@@ -104,7 +103,7 @@ class _CopiedGguf(GgufFile):
 
 
 def write_header(source: Any, file: Path) -> None:
-    """Write a safetensors file with the header and the size of another one, and no data.
+    """Write a sparse safetensors file with the header and the size of `source`, but no data.
 
     source: an open local or remote file.
     """
@@ -131,7 +130,7 @@ def _new_directory() -> Path:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory has the files of a model's weights."""
+    """Return whether a directory contains files of a model's weights."""
     try:
         find_weight_files(directory)
     except CheckpointError:

@@ -17,7 +17,7 @@ _IGNORED = ["consolidated*", "original/*"]
 
 
 def fetched_model(model: str, revision: str | None) -> Path:
-    """Return the directory of a model on the hub; see `model_directory.resolve`."""
+    """Download a model from the hub. Return its directory; see `model_directory.resolve`."""
     if ":" in model:
         return _fetched_gguf(model, revision)
 
@@ -32,14 +32,14 @@ def fetched_model(model: str, revision: str | None) -> Path:
 
 
 def fetched_config(model: str, revision: str | None) -> Path:
-    """Return the directory with the config.json of a model on the hub."""
+    """Download the config.json of a model on the hub. Return its directory."""
     if ":" in model:
         return _fetched_gguf(model, revision)
     return _fetched(model, lambda: _Repository(model, revision).fetch_config())
 
 
 def fetched_headers(model: str, revision: str | None) -> Path:
-    """Return a directory with the config and the headers of the weights of a model on the hub."""
+    """Download the config and the headers of the weights of a model on the hub. Return their directory."""
     from .headers import fetch_gguf_headers, fetch_headers, has_weights
 
     if ":" not in model:

@@ -12,8 +12,8 @@ from ..base.errors import CheckpointError, MissingModelError
 def resolve(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model.
 
-    model: "demo", a directory, a GGUF file, or a hub id, for a repository of GGUF files with a quantisation:
-        "owner/name:Q4_K_M". A model on the hub is downloaded to the hub's cache.
+    model: "demo", a directory, a GGUF file, or a hub id; for a repository of GGUF files, the hub id is
+        followed by a quantisation: "owner/name:Q4_K_M". A model on the hub is downloaded to the hub's cache.
     revision: branch, tag or commit on the hub; None takes the default branch.
     """
     if (found := _local(model, revision)) is not None:
@@ -24,7 +24,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
-    """Return the directory with a model's config.json. For a hub id nothing else is fetched."""
+    """Return the directory with a model's config.json. For a hub id, only the config is fetched."""
     if (found := _local(model, revision)) is not None:
         return found
     from .hub import fetched_config
@@ -33,9 +33,9 @@ def resolve_config(model: str, revision: str | None = None) -> Path:
 
 
 def resolve_headers(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model. For a hub id, it holds the config and the headers of the weights only.
+    """Return the directory of a model. For a hub id, it holds only the config and the headers of the weights.
 
-    Files that are in the hub's cache are not fetched again.
+    Files in the hub's cache are not fetched again.
     """
     if (found := _local(model, revision)) is not None:
         return found

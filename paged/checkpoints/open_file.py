@@ -25,20 +25,22 @@ _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """Return what tells a file from others, and from its later versions, without reading it."""
+    """Return a file's stamp: times, size and inode, which identify this version of the file without reading
+    it.
+    """
     return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_size} {status.st_ino}"
 
 
 def last_change(stamp: str) -> int:
-    """Return when a file was changed last, in nanoseconds since 1970."""
+    """Return when a stamped file last changed, in nanoseconds since 1970."""
     return max(map(int, stamp.split()[:2]))
 
 
 class OpenFile:
     """An open file. Use it as a context manager, or close it.
 
-    has_data: whether it has more than the header of its tensors.
-    stamp: tells it from other files, and from what it may become.
+    has_data: whether the file has the data of its tensors, not only the header.
+    stamp: identifies this version of the file; see `stamp_of`.
 
     Raises CheckpointError, which names the file, if it cannot be read.
     """
@@ -67,7 +69,7 @@ class OpenFile:
         self._stream.close()
 
     def read_into(self, memory: memoryview, start: int) -> None:
-        """Fill memory with the bytes of the file from `start` on. Raises CheckpointError if it has fewer."""
+        """Fill memory with the file's bytes from `start` on. Raises CheckpointError if too few are left."""
         try:
             while memory and (count := os.preadv(self._descriptor, [memory], start)):
                 memory = memory[count:]
@@ -78,7 +80,7 @@ class OpenFile:
             raise CheckpointError(f"{self.path}: became shorter while it was read")
 
     def read_bytes(self, start: int, count: int) -> bytearray:
-        """Return bytes of the file; the caller knows that the file has them."""
+        """Return `count` bytes of the file from `start` on. The caller ensures that the file has them."""
         memory = bytearray(count)
         self.read_into(memoryview(memory), start)
         return memory
@@ -86,7 +88,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor(StoredTensor):
-    """A tensor of an open file."""
+    """A tensor in an open file, read from there on demand."""
 
     file: OpenFile
     start: int  # byte of the file

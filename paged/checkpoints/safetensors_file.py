@@ -45,9 +45,9 @@ Entry = tuple[str, list[int], int, int]  # dtype, shape, start and end of a tens
 class SafetensorsFile(OpenFile):
     """The tensors of one file.
 
-    names: decides which tensors are left out; these may be of any dtype.
+    names: decides which tensors are left out. Left-out tensors may have any dtype.
 
-    Raises CheckpointError, which names file and tensor, for a file that is damaged.
+    Raises CheckpointError, which names file and tensor, for a damaged file.
     """
 
     def __init__(self, path: Path, names: TensorNames = LLAMA_NAMES) -> None:

@@ -17,8 +17,7 @@ MAX_EXPERTS = 4096
 
 
 def experts_of(name: str, tensor: StoredTensor, stack: ExpertStack) -> Iterator[tuple[str, StoredTensor]]:
-    """Split a stack of experts into one tensor for each expert; yield the stack itself if it comes from a
-    GGUF file.
+    """Split a stack of experts into one tensor per expert; a stack in a GGUF file is yielded as it is.
 
     Raises CheckpointError for a stack that does not divide into its parts.
     """
@@ -71,7 +70,10 @@ def _in_columns(name: str, tensor: FileTensor, stack: ExpertStack) -> Iterator[t
 
 @dataclass(frozen=True, slots=True)
 class ColumnsTensor(StoredTensor):
-    """Columns of a matrix in a file, each as a row. first: the first of them."""
+    """Consecutive columns of a matrix in a file, read as rows.
+
+    first: the index of the first column.
+    """
 
     whole: FileTensor
     first: int

@@ -26,9 +26,9 @@ MAX_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(ABC):
-    """A tensor of a file that is read on demand.
+    """A tensor in a file, read on demand.
 
-    config: the config keys that its shape follows from, for messages.
+    config: the keys of config.json that determine its shape, for messages.
     """
 
     config: ClassVar[str] = "config.json"
@@ -45,20 +45,20 @@ class StoredTensor(ABC):
 
     @property
     def has_data(self) -> bool:
-        """Whether the tensor can be read. It cannot if only the header of its file was fetched."""
+        """Whether the tensor can be read; False if only the header of its file was fetched."""
         return True
 
     @abstractmethod
     def read(self, rows: slice = slice(None), out: Tensor | None = None) -> Tensor:
-        """Read the tensor, or these rows: consecutive indices of its first dimension.
+        """Read the whole tensor, or only these rows: consecutive indices of its first dimension.
 
         out: a contiguous tensor in CPU memory, of the same dtype, to read into.
         """
 
     def parts(self, unit: int = 1) -> list[slice]:
-        """Divide the rows into parts of about TENSOR_PART_BYTES; those of a very large tensor are larger.
+        """Divide the rows into parts of about TENSOR_PART_BYTES, but at most MAX_PARTS parts.
 
-        unit: the number of rows of each part but the last is a multiple of it.
+        unit: every part but the last has a multiple of this many rows.
         """
         num_rows = self.shape[0] if self.shape else 1
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
@@ -67,7 +67,8 @@ class StoredTensor(ABC):
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     def read_parts(self, unit: int = 1, within: range | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows in `parts`. Each part is valid until the next is read.
+        """Yield the slices of `parts`, each with its rows. A part's rows are valid until the next part is
+        read.
 
         within: read only these rows.
         """
@@ -86,7 +87,7 @@ class StoredTensor(ABC):
         return self.read(rows)[:, columns.start : columns.stop]
 
     def copy_to(self, destination: Tensor) -> None:
-        """Copy the tensor into one of the same shape, part by part where it is converted or moved."""
+        """Copy the tensor to one of the same shape. If dtype or device differ, copy part by part."""
         is_plain = destination.device.type == "cpu" and destination.is_contiguous()
         if is_plain and destination.dtype == self.dtype:
             self.read(out=destination)
@@ -106,9 +107,9 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The stored rows that make up the parameters of one module.
+    """The rows of stored tensors that make up the parameters of one module.
 
-    The rows of parameter `p` are those of the tensors "{part}.{p}", one part after the other.
+    Parameter `p` of the module consists of the rows of the tensors "{part}.{p}", one part after the other.
     """
 
     parts: Mapping[str, int]  # the number of rows of each part, by its name
@@ -122,13 +123,13 @@ class StoredRows:
         return sum(self.parts.values()) if self.index is None else len(self.index)
 
     def take(self, *shares: range) -> StoredRows:
-        """Return these rows of the module."""
+        """Return only these rows of the module."""
         own = torch.cat([torch.arange(share.start, share.stop, device="cpu") for share in shares])
         index = own if self.index is None else self.index[own]
         return replace(self, index=index, whole=self)
 
     def part_read(self, part: str) -> float:
-        """Return the share of a part's rows that the module has."""
+        """Return the share of a part's rows that belong to these rows, from 0 to 1."""
         if self.index is None:
             return 1.0
         start = 0
@@ -141,7 +142,7 @@ class StoredRows:
 
 
 class ValueCheck(NamedTuple):
-    """What the values of a stored tensor must be."""
+    """The range of values that a stored tensor may have."""
 
     is_wrong: Callable[[Tensor], Tensor]  # by element
     must: str  # "be finite"
@@ -149,11 +150,11 @@ class ValueCheck(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a stored tensor holds rows.
+    """How a stored tensor holds the rows of a weight.
 
     Each entry along dimension `dim` covers `rows_per_entry` rows. Either the entry packs these rows, and
-    `unpack` takes them apart, or they share it, like the scale of a block of rows. A tensor without this
-    dimension is shared by all rows.
+    `unpack` separates them, or the rows share the entry, as a block of rows shares a scale. If `dim` is None,
+    all rows share the tensor.
     """
 
     columns: tuple[int, ...]  # the other dimensions
@@ -192,22 +193,20 @@ class StoredPart(NamedTuple):
     sources: Sources
 
     def get(self, tensor: str) -> StoredTensor | None:
-        """Return one of the part's tensors by the last component of its name."""
+        """Return the part's tensor with this last component of its name; None if there is none."""
         return self.sources.get(f"{self.name}.{tensor}")
 
 
 class StoredFormat(Protocol):
-    """How one weight is stored. Parts with equal formats are read alike and make one weight together."""
+    """How one weight is stored. Parts of equal format are read in the same way and joined to one weight."""
 
     title: str  # what people call it, such as "GPTQ 4 bits"; "" for floats
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
-        """Return the layout of each tensor that the part must have, by the last component of the
-        tensor's name.
-        """
+        """Return the layout of each tensor that the part must have, by the last component of its name."""
 
     def weight(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Make the weight of a module.
+        """Make the weight of a module from the tensors that were read.
 
         tensors: [num_rows, *columns], by the names in `layouts`, with the rows in the order of the module.
         """
@@ -232,12 +231,12 @@ class FloatFormat(StoredFormat):
 
 
 def float_layout(like: Tensor) -> Layout:
-    """Return the layout of a float parameter that is no weight, such as a bias: numbers for each row."""
+    """Return the layout of a float parameter that is not a weight, such as a bias: numbers for each row."""
     return Layout(tuple(like.shape[1:]), like.dtype)
 
 
 def format_of(part: StoredPart, recognizers: Sequence[Recognizer]) -> StoredFormat:
-    """Return the format of a weight: floats if no other is recognized."""
+    """Return the format of a part: that of the first recognizer that knows it, or else floats."""
     for recognize in recognizers:
         if (found := recognize(part)) is not None:
             return found
@@ -254,7 +253,7 @@ class StoredWeight(NamedTuple):
 def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> list[StoredWeight]:
     """Divide a module's rows into consecutive runs that are stored in one format each.
 
-    formats: the formats of the parts.
+    formats: the format of each part, by the part's name.
     """
     if len(set(formats.values())) == 1:
         return [StoredWeight(next(iter(formats.values())), rows)]
@@ -289,9 +288,9 @@ def split_by_format(rows: StoredRows, formats: Mapping[str, StoredFormat]) -> li
 def read_rows(
     tensors: Sequence[tuple[StoredTensor, int]], index: Tensor | None, layout: Layout, device: torch.device
 ) -> Tensor:  # [num_rows, *columns]
-    """Read rows of several tensors that are joined along their rows.
+    """Read rows of several tensors, counted as if the tensors were joined along their rows.
 
-    index: the rows to read, i64[num_rows]; None reads all in order.
+    index: the rows to read, i64[num_rows]; None reads all rows in order.
     """
     counts = [count for _, count in tensors]
     if layout.dim is None:
@@ -382,8 +381,8 @@ def _as_slice(index: Tensor) -> Tensor | slice:
 
 
 def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:
-    """Check values that were read from tensors. Raises CheckpointError, which names file, tensor
-    and place.
+    """Check values that were read from tensors. Raises CheckpointError, which names file, tensor and
+    position.
     """
     has_wrong = check.has_wrong or (lambda part: bool(check.is_wrong(part).any()))
     step = max(1, CHECKED_AT_ONCE // max(1, values[:1].numel()))

@@ -25,8 +25,8 @@ _VARIANT = re.compile(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.
 def find_weight_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint that hold weights. Log the other weight files, which are ignored.
 
-    These are the file that config.json names, else model.safetensors, else the files that
-    model.safetensors.index.json names. In a directory made for a GGUF file, it is that file.
+    The files are the one that config.json names, else model.safetensors, else those that
+    model.safetensors.index.json lists. In a directory made for a GGUF file, it is the GGUF file.
 
     Raises CheckpointError if files are missing, and names the files that are there instead.
     """

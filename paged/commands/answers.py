@@ -22,7 +22,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ChatAnswer(NamedTuple):
-    """An answer so far: its own text, and the reasoning before that."""
+    """The content of an answer so far, and the reasoning before it."""
 
     content: str = ""
     reasoning: str = ""
@@ -37,21 +37,22 @@ class Answers(Protocol):
     params: ChatParams
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far after each new part. If the caller closes the iterator, abort the answer.
-        Raises PagedError.
+        """Yield the answer so far after each new part. Raises PagedError.
+
+        Closing the iterator aborts the answer.
         """
 
     def give_up(self) -> None:
-        """Make `stream` end soon. Called by a signal handler."""
+        """Make `stream` end soon. May be called by a signal handler."""
 
     def report_end(self) -> None:
-        """Say why the last answer ended if it was cut off. Raises CliError if it failed."""
+        """Say why the last answer ended, if it was cut off. Raises CliError if it failed."""
 
 
 class EngineAnswers:
     """Answers of an engine in this process.
 
-    given: the user's arguments of SamplingParams.
+    given: the arguments of SamplingParams that the user gave.
     template: the arguments chat_template and chat_template_kwargs of `ChatTemplates.render`.
     """
 
@@ -67,7 +68,7 @@ class EngineAnswers:
         self._completion: CompletionOutput | None = None
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far after each step that extends it."""
+        """Yield the answer so far after each step that adds to it."""
         self._completion = None
         prompt = self._engine.render_chat(messages, **self._template)
         request_id = self._request(prompt)
@@ -83,10 +84,10 @@ class EngineAnswers:
             self._engine.abort_request(request_id)
 
     def give_up(self) -> None:
-        """Do nothing: the current step must not be interrupted, and ends soon."""
+        """Do nothing. The current step must not be interrupted, and it ends soon."""
 
     def report_end(self) -> None:
-        """Raise FailedError for an error of the engine, and print a warning if the answer was cut off."""
+        """Raise FailedError if the engine failed. Print a warning if the answer was cut off."""
         completion = self._completion
         if completion is None:
             return
@@ -122,9 +123,9 @@ class EngineAnswers:
 
 
 class ServerAnswers:
-    """Answers of a server of OpenAI's API.
+    """Answers of a server with OpenAI's API.
 
-    fields: further fields of every body, besides messages and sampling parameters.
+    fields: further fields of every request body, besides messages and sampling parameters.
     params: the sampling parameters.
     seed: the seed of the first answer; each further answer adds 1, so that a retry differs. None lets the
         server choose.
@@ -143,7 +144,7 @@ class ServerAnswers:
         self._finish_reason: str | None = None
 
     def stream(self, messages: Messages) -> Generator[ChatAnswer]:
-        """Yield the answer so far after each event that extends it. Raises ApiError."""
+        """Yield the answer so far after each event that adds to it. Raises ApiError."""
         self._is_given_up = False
         self._finish_reason = None
         sampling = body_fields(self.params.values)
@@ -168,7 +169,7 @@ class ServerAnswers:
             self._exchange = None
 
     def give_up(self) -> None:
-        """Close the connection, so that `stream` stops waiting. The server notices and aborts the request."""
+        """Close the connection, so that `stream` ends and the server aborts the request."""
         self._is_given_up = True
         if self._exchange is not None:
             self._exchange.give_up()
@@ -185,7 +186,7 @@ class ServerAnswers:
 
 
 def body_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arguments of SamplingParams to fields of a body, in OpenAI's and vLLM's forms."""
+    """Convert arguments of SamplingParams to fields of a request body, as OpenAI and vLLM name them."""
     fields = {name: value for name, value in sampling.items() if name != "structured_outputs"}
     structured = sampling.get("structured_outputs")
     if structured is None:

@@ -31,13 +31,14 @@ class ApiError(PagedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiAddress:
-    """Where a server is.
+    """The address of a server, and a key for it.
 
-    url: the address of a server of OpenAI's API, such as http://127.0.0.1:8000, or with a path, such as
-        https://example.com/openai/v1; without a path, /v1 is added.
-    api_key: the key that the server asks for; None takes PAGED_API_KEY or OPENAI_API_KEY of the environment.
+    url: the address of a server with OpenAI's API, such as http://127.0.0.1:8000 or
+        https://example.com/openai/v1. If the URL has no path, /v1 is added.
+    api_key: the key that the server asks for; None takes the environment variable PAGED_API_KEY or
+        OPENAI_API_KEY.
 
-    Other users of this machine may see a key on the command line, but none in the environment.
+    Other users of this machine may see a key on the command line, but not one in the environment.
     """
 
     url: str | None = None
@@ -45,9 +46,9 @@ class ApiAddress:
 
 
 class ApiClient:
-    """Talks to one server, with a connection for each request, from any number of threads.
+    """Sends requests to one server, each on a connection of its own. Safe to use from several threads.
 
-    Raises ConfigError for an address or a key that cannot be one.
+    Raises ConfigError for an invalid address or key.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -75,7 +76,7 @@ class ApiClient:
         return str(self.models()[0]["id"])
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the models that the server lists, one or more, each with its id. Raises ApiError."""
+        """Return the models that the server lists, at least one, each with its id. Raises ApiError."""
         with self.request("GET", "/models") as exchange:
             body = exchange.read()
         try:
@@ -91,7 +92,7 @@ class ApiClient:
         return listed
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> ApiExchange:
-        """Return a request. It is sent when it is entered as a context.
+        """Return a request, to be used as a context manager. It is sent when the context is entered.
 
         path: the path below the base URL, such as /models.
         """
@@ -102,7 +103,7 @@ class ApiClient:
 
 
 class ApiExchange:
-    """A request and its response, as a context manager that closes the connection.
+    """A request and its response, as a context manager that closes the connection at its end.
 
     call: the arguments of HTTPConnection.request.
     """
@@ -148,21 +149,21 @@ class ApiExchange:
         return self._connection.getresponse()
 
     def give_up(self) -> None:
-        """Stop reading the response; reading then finds its end. Safe in a signal handler."""
+        """Stop reading the response: a pending or later read finds its end. Safe in a signal handler."""
         self._is_given_up = True
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def read(self) -> bytes:
-        """Return the whole body. Raises ApiError."""
+        """Return the whole body of the response. Raises ApiError."""
         try:
             return self._entered.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._broken(error) from None
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream up to its [DONE]. Raises ApiError if the stream ends earlier."""
+        """Yield the events of the streamed response up to [DONE]. Raises ApiError if it ends earlier."""
         kind = self._entered.getheader("content-type", "")
         if not kind.startswith("text/event-stream"):
             raise ApiError(f"{self._url} answers {kind or 'without a type'}, not with a stream of events")
@@ -226,7 +227,7 @@ class ApiExchange:
 
 
 def part_of(event: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the text that an event adds to the first choice, and why the choice ended. Raises ApiError."""
+    """Return the text that an event adds to the first choice, and its finish reason. Raises ApiError."""
     try:
         choices = event["choices"]
         if not choices:  # an event of the usage alone
@@ -245,7 +246,7 @@ def reasoning_of(event: Mapping[str, Any]) -> str:
 
 
 def has_text(event: Mapping[str, Any]) -> bool:
-    """Return whether an event adds text to the first choice, or reasoning before it. Raises ApiError."""
+    """Return whether an event adds text or reasoning to the first choice. Raises ApiError."""
     text, _ = part_of(event)
     return bool(text or reasoning_of(event))
 

@@ -44,10 +44,11 @@ class _Entry:
 
 
 class BatchRun:
-    """Answers the lines of a file with engines. It reads only as many lines ahead as keep the engines busy.
+    """Answers the lines of a batch file with engines. Lines are read only as far ahead as keeps the engines
+    busy.
 
     num_engines: the number of engines behind `engine`.
-    ignored: for each field that has no effect, how many lines had it.
+    ignored: for each field without effect, the number of lines that had it.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def throughput(
     output_json: OutputJson = None,
     **options: Any,
 ) -> int:
-    """Complete many prompts at once and count requests and tokens a second."""
+    """Complete many prompts at once and report requests and tokens per second."""
     engine_options = _engine_options(model, model_option, options, output_json)
     params = _params(output_len, n, disable_detokenize)
     engine = _start(engine_options, prefix_len + input_len, output_len)
@@ -111,7 +111,7 @@ def latency(
     output_json: OutputJson = None,
     **options: Any,
 ) -> int:
-    """Complete one batch of prompts again and again, and show how long it takes."""
+    """Complete one batch of prompts repeatedly, and show how long it takes."""
     from tqdm import tqdm
 
     if options["enable_prefix_caching"] is None:

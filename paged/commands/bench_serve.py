@@ -44,7 +44,7 @@ SAVE_HELP = "Write the figures and those of each request to this file as JSON. [
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """The outcome of a request, with times by time.perf_counter.
+    """The outcome of a request. Times are from time.perf_counter.
 
     parts: the arrival times of the parts of the text.
     """
@@ -58,12 +58,12 @@ class TimedAnswer:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first part of the text."""
+        """Seconds from the request to the first part of the text."""
         return self.parts[0] - self.started
 
     @property
     def itl(self) -> list[float]:
-        """Seconds between parts of the text."""
+        """The seconds between consecutive parts of the text."""
         return [b - a for a, b in zip(self.parts, self.parts[1:], strict=False)]
 
 
@@ -85,9 +85,7 @@ def serve(
     save_result: Annotated[Path | None, typer.Option(help=SAVE_HELP)] = None,
     **options: Any,
 ) -> int:
-    """Send streamed requests to a server and measure rates and latencies. The server need not be
-    `paged serve`.
-    """
+    """Send streamed requests to a server with OpenAI's API, and measure rates and latencies."""
     if endpoint not in (COMPLETIONS, CHATS):
         raise CliError(f"--endpoint is {COMPLETIONS} or {CHATS}, got {endpoint}")
     if not request_rate > 0:
@@ -197,7 +195,7 @@ def _ask(client: ApiClient, path: str, body: Mapping[str, Any]) -> TimedAnswer:
 
 
 def figures_of(answers: Sequence[TimedAnswer], duration: float) -> dict[str, Any]:
-    """Return the figures of a load, under the names of vLLM's JSON."""
+    """Return the results of a load test, under the names of vLLM's JSON."""
     from ..simulate.statistics import percentile
 
     num_input = sum(answer.num_input_tokens for answer in answers)
@@ -246,7 +244,7 @@ def _most_at_once(answers: Sequence[TimedAnswer]) -> int:
 
 
 def report(figures: Mapping[str, Any]) -> list[str]:
-    """Return the lines that vLLM prints of these figures."""
+    """Return the lines that vLLM prints for these results."""
     lines = [
         " Serving Benchmark Result ".center(WIDTH, "="),
         _row("Successful requests:", figures["completed"]),

@@ -28,7 +28,7 @@ _UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 @cache.callback(invoke_without_command=True)
 def root(context: typer.Context, weights_cache: Folder = None) -> int:
-    """List the packed weights that are kept, or remove them. The last used come first."""
+    """List the packed weights that are stored, the most recently used first, or remove them."""
     if context.invoked_subcommand is not None:
         return 0
     found = _listed(weights_cache)
@@ -47,7 +47,7 @@ def rm(
     names: Names = None,
     weights_cache: Folder = None,
 ) -> int:
-    """Remove packed weights. Engines that run go on with them."""
+    """Remove packed weights. Running engines are not affected."""
     from ..checkpoints.weights_cache.folder import WeightsCache
 
     found = _listed(weights_cache)

@@ -71,7 +71,7 @@ def chat(
     stream_interval_s: Annotated[float, typer.Option(help=INTERVAL_HELP)] = STREAM_INTERVAL_S,
     **options: Any,
 ) -> int:
-    """Talk with a model, here or with --url on a server. /help lists the commands of the conversation."""
+    """Talk with a model, here or, with --url, on a server. /help lists the commands of the conversation."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     check_interval(stream_interval_s)
@@ -140,7 +140,7 @@ def _described(client: ApiClient, model: str | None) -> tuple[str, Mapping[str, 
 
 
 class CommandError(CliError):
-    """A command of the conversation that cannot be run. The conversation stays unchanged."""
+    """A command of the conversation that cannot be run. It does not change the conversation."""
 
 
 def _variables(text: str | None) -> Mapping[str, Any]:
@@ -204,7 +204,7 @@ class Chat:
         return [*system, *self._turns]
 
     def run(self) -> int:
-        """Answer until stdin ends or the user leaves. Return the exit code."""
+        """Answer until stdin ends or the user quits. Return the exit code."""
         if self._interactive:
             with suppress(ImportError):  # gives input() history and editing keys
                 import readline  # noqa: F401

@@ -30,9 +30,9 @@ SETTABLE = [name for name in common.SAMPLING[1] if name not in NOT_OF_A_TEXT]
 class ChatParams:
     """The sampling parameters of a conversation, by their source.
 
-    given: the parameters that the user gives.
+    given: the parameters that the user gave.
     checkpoint: the parameters that the checkpoint sets, if known.
-    chat: the defaults of a chat. They hold unless the user chooses a way of sampling.
+    chat: the defaults of a chat. They apply unless the user sets a parameter that selects how to sample.
     """
 
     def __init__(
@@ -44,9 +44,7 @@ class ChatParams:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The arguments of SamplingParams that the user or the chat sets, without defaults of the checkpoint
-        and of SamplingParams.
-        """
+        """Arguments of SamplingParams that the user or the chat sets, without the checkpoint's defaults."""
         return {**self._chat, **self._given}
 
     def describe(self) -> str:
@@ -88,7 +86,7 @@ class ChatParams:
 
 
 def check_one_text(given: Mapping[str, Any]) -> None:
-    """Raise CliError if parameters ask for several texts, and RequestError if they are wrong."""
+    """Raise CliError if the parameters ask for several outputs, and RequestError if they are wrong."""
     params = SamplingParams(**{"max_tokens": None, **given})
     if params.num_samples > 1:
         raise CliError("--n and --best-of have no place in a chat, where a turn has one answer")

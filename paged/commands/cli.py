@@ -34,7 +34,7 @@ TYPED = (CliError, RequestError)  # errors of flags and prompts
 
 
 class Command(NamedTuple):
-    """The module of a command, and its line in `paged --help`."""
+    """The module of a command, and its description in `paged --help`."""
 
     module: str
     about: str
@@ -57,14 +57,14 @@ COMMANDS = {
 
 
 class Commands(CommandGroup):
-    """The group of all commands. Each is imported when it is called."""
+    """The group of all commands. A command's module is imported when the command is called."""
 
     def list_commands(self, _: Any) -> list[str]:
         """Return the names of the commands."""
         return [*COMMANDS]
 
     def get_command(self, _: Any, cmd_name: str) -> Any:
-        """Import a command; None if there is none of this name."""
+        """Import the command of this name. Return None if it does not exist."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             module = importlib.import_module(f".{COMMANDS[cmd_name].module}", __package__)
             found = getattr(module, cmd_name.replace("-", "_"))
@@ -83,7 +83,7 @@ class Commands(CommandGroup):
             formatter.write_dl([(name, command.about) for name, command in COMMANDS.items()])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the completions of a command's name, or of an option of `paged` itself."""
+        """Return the completions of a command's name, or of an option of `paged`."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [
@@ -104,8 +104,8 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line and exit with its code.
 
-    Exit code 2 means that the same command would fail again: a typing error, or a model that is damaged or
-    unsupported. Code 1 means that something failed here and now.
+    Exit code 2 means that the same command would fail again: it has a typing error, or the model is damaged
+    or unsupported. Exit code 1 means any other failure, which may not occur again.
     """
     end_at_ctrl_c()
     # Characters that the terminal cannot encode are escaped.

@@ -85,7 +85,7 @@ class CliError(PagedError):
 
 
 class FailedError(PagedError):
-    """A command failed: an answer ended with an error, or there was none."""
+    """A command failed: its answer ended with an error, or there was no answer."""
 
 
 def complain(message: str) -> None:
@@ -94,7 +94,7 @@ def complain(message: str) -> None:
 
 
 def require_server(command: str) -> None:
-    """Raise ResourceError unless what the server needs is installed."""
+    """Raise ResourceError unless the packages that the server needs are installed."""
     for name in ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop", "yaml"):
         if find_spec(name) is None:  # importing all would take a tenth of a second
             raise ResourceError(
@@ -103,7 +103,7 @@ def require_server(command: str) -> None:
 
 
 def launcher_of(ray: str | None, options: Mapping[str, Any], replicas: int) -> Launcher:
-    """Return the launcher of engine processes: on this machine, or on a Ray cluster. Raises ConfigError."""
+    """Return Ray's launcher of engine processes if `ray` is given, else the local one. Raises ConfigError."""
     from ..server.launcher import LocalLauncher
 
     if ray is None:
@@ -133,7 +133,7 @@ def start(options: Mapping[str, Any]) -> LLMEngine:
 
 
 def read_ahead(model: str) -> None:
-    """Have the system read a local model's weights into memory while torch is imported, if they fit well."""
+    """Have the system read a local model's weights into the page cache meanwhile, if there is room."""
     path = Path(model)
     with suppress(OSError, ValueError, AttributeError):  # what is wrong is told later; macOS has no such call
         files = [path] if path.is_file() else [*path.glob("*.safetensors")]
@@ -153,8 +153,8 @@ def driver_options(
 ) -> dict[str, Any]:
     """Return `engine_options` for a command that runs in this process.
 
-    Under torchrun, processes of other ranks than 0 only compute: they do not return from here, and end with
-    rank 0.
+    Under torchrun, this call returns only in rank 0. A process of another rank computes for rank 0 inside the
+    call and exits when rank 0 ends.
     """
     result = engine_options(model, options, names)
     follow(result)
@@ -201,14 +201,14 @@ def one_of(what: str, flag: str, argument: str | None, option: str | None) -> st
 
 
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return those of the named options that were given."""
+    """Return the named options that were given."""
     return {name: options[name] for name in names if options.get(name) not in (None, [], ())}
 
 
 def engine_options(
     model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
-    """Return the validated arguments of LLMEngine: the named options. Raises ConfigError."""
+    """Return the named options as validated arguments of LLMEngine. Raises ConfigError."""
     result = {"model": DEFAULT_MODEL if model is None else model, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
         from ..simulate.workload import read_shares
@@ -236,7 +236,7 @@ def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_text(value: str | None) -> str | None:
-    """Return the chat_template argument of `LLMEngine.chat`. Raises OSError if a file cannot be read."""
+    """Return the chat_template argument for `LLMEngine.chat`. Raises OSError if a file cannot be read."""
     # A template's name, unlike a file's, has neither a directory nor a suffix.
     return _text(
         value, is_file=lambda text: "{" not in text and (_names_a_file(text) or "/" in text or "." in text)

@@ -19,10 +19,10 @@ Group = TypeVar("Group", bound="argparse._ActionsContainer")
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that accepts underscores in flags, as vLLM's does."""
+    """A parser that accepts underscores in flags, as vLLM's parser does."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments after writing --max_model_len=5 as --max-model-len=5."""
+        """Parse the arguments, reading --max_model_len=5 as --max-model-len=5."""
         if args is None:
             import sys
 
@@ -31,11 +31,11 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
 
 
 class EngineArgs(EngineConfig):
-    """`EngineConfig` under vLLM's name, from flags: `LLM(**vars(args))` or `LLM.from_engine_args(...)`."""
+    """`EngineConfig` under vLLM's name, made from flags: `LLM(**vars(args))`, `LLM.from_engine_args(...)`."""
 
     @staticmethod
     def add_cli_args(parser: Group) -> Group:
-        """Add a flag for each option of an engine. Flags of vLLM that have no effect here are accepted, too.
+        """Add a flag for each option of an engine. vLLM's flags without effect here are accepted too.
 
         Values are checked when the engine is made.
         """
@@ -59,7 +59,7 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return the options among parsed arguments. Raises ConfigError for a wrong one."""
+        """Return the engine options among parsed arguments. Raises ConfigError for a wrong value."""
         known = {field.name for field in fields(EngineConfig)} | neutral_of("EngineArgs").keys()
         given = {name: value for name, value in vars(args).items() if name in known}
         if given.get("model") is None:

@@ -54,7 +54,7 @@ def generate(
     grammar: common.Grammar = None,
     **options: Any,
 ) -> int:
-    """Complete a prompt, streaming the text, or all prompts of a file."""
+    """Complete a prompt and stream the text, or complete all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     lora_request = common.take_adapter(options)

@@ -60,7 +60,7 @@ NO_SUCH_OPTION: type[Any] = sys.modules[typer.BadParameter.__module__].NoSuchOpt
 
 
 def heading_of(owner: type[Any], name: str) -> str:
-    """Return the heading of a field's option. Classes without headings use their own name for all fields."""
+    """Return the help heading of a field's option; for a class without headings, the name of the class."""
     headings = _FIELDS.get(owner.__name__, {owner.__name__.removesuffix("Config"): ""})
     return next((heading for heading, names in headings.items() if name in names.split()), [*headings][-1])
 
@@ -77,14 +77,14 @@ def _with_help(options: Mapping[str, Any]) -> dict[str, Any]:
 class GroupedCommand(TyperCommand):
     """A command that lists its options under headings in its help, in plain text.
 
-    Flags of vLLM that do not exist here are accepted or refused by `vllm_options`.
+    `vllm_options` accepts or refuses vLLM's flags that do not exist here.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **_with_help(options))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments into the context. Raises ConfigError for a flag of vLLM that has no effect."""
+        """Parse the arguments into the context. Raises ConfigError for an unsupported flag of vLLM."""
         while True:
             try:
                 return super().parse_args(ctx, [*args])
@@ -115,7 +115,7 @@ class UnknownCommandError(UnknownArgumentError):
 
 
 class CommandGroup(TyperGroup):
-    """A group that answers an unknown command with the list of its commands."""
+    """A group that answers an unknown command with a list of its commands."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **_with_help(options))

@@ -20,7 +20,7 @@ BAR_WIDTH = 50
 
 
 class LiveView:
-    """A context manager. Inside it, `update` redraws the view on stderr at most every REDRAW_S seconds."""
+    """A context manager; inside it, `update` redraws a view on stderr at most every REDRAW_S seconds."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], num_requests: int, console: Console | None = None
@@ -47,7 +47,7 @@ class LiveView:
         self._live.__exit__(kind, error, traceback)
 
     def update(self) -> None:
-        """Redraw if the last drawing is REDRAW_S old."""
+        """Redraw the view if the last drawing is at least REDRAW_S old."""
         if time.perf_counter() - self._drawn >= REDRAW_S:
             self._draw()
 
@@ -64,7 +64,7 @@ class LiveView:
 
 
 def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: float) -> Group:
-    """Return the view: requests, blocks by their use, and tokens of the last step."""
+    """Return the view: requests, blocks by state, and tokens of the last step."""
     blocks = blocks_bar(stats.num_used_blocks, stats.num_cached_blocks, stats.num_free_blocks)
     table = Table.grid(padding=(0, 3))
     table.add_row(
@@ -97,7 +97,7 @@ def render(stats: EngineStats, num_done: int, num_requests: int, tokens_per_s: f
 
 
 def blocks_bar(used: float, cached: float, free: float) -> Text:
-    """Return a bar of the blocks by their use. The arguments are counts or shares."""
+    """Return a bar of blocks by state. The arguments are counts or shares."""
     bar = Text("blocks   ")
     total = max(used + cached + free, 1e-9)
     for count, mark, style in (

@@ -35,9 +35,9 @@ def warmup(
     model_option: common.ModelOption = None,
     **options: Any,
 ) -> int:
-    """Compile the kernels and pack the weights of a model.
+    """Compile the kernels and pack the weights of a model, so that later engines start at once.
 
-    Engines then start at once. Both are kept on disk; paged cache lists the weights.
+    Both are stored on disk; `paged cache` lists the packed weights.
     """
     given = common.driver_options(common.one_model(model, model_option), options)
     engine = common.start(given | {"skip_tokenizer_init": True})

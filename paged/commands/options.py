@@ -39,11 +39,12 @@ _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
 
 def option(owner: type[Any], name: str, *flags: str, default: str | None = None) -> Any:
-    """Return the option of a config's field. Its help is read from the docstring of `owner`.
+    """Return the command-line option for a field of a config. Its help is the field's text in the docstring
+    of `owner`.
 
-    flags: default to --name, and to --name/--no-name where the field's default is True, or is None and may be
-        True.
-    default: the text that help shows in place of the field's default.
+    flags: by default --name, or --name/--no-name if the field's default is True, or None for a field that may
+        be True.
+    default: the text that the help shows instead of the field's default.
     """
     text = _described(owner).texts.get(name, "") + FORMS.get(name, "")
     (field,) = (field for field in fields(owner) if field.name == name)
@@ -72,10 +73,10 @@ def with_options(
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorate a command that takes **options: add an option for each named field of each class.
 
-    The value of a field that is a sequence or mapping is a list of strings or ints. An option that is not
-    given is None or an empty list.
+    A field that is a sequence or mapping gets a list of strings or ints. An option that is not given is None
+    or an empty list.
 
-    defaults: the default's text in the help, for options whose default the command sets itself.
+    defaults: the default that the help shows, for options whose default the command itself sets.
     """
     shown = defaults or {}
     added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
@@ -125,7 +126,7 @@ def _with_off(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def option_type(owner: type[Any], name: str) -> Any:
-    """Return the command line's type for a field."""
+    """Return the type that the command line uses for a field."""
     hint = _described(owner).hints[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]

@@ -40,7 +40,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help=_JSON_HELP)] = False,
     **options: Any,
 ) -> int:
-    """Predict memory and speed of an engine from a model's config and headers."""
+    """Predict memory and speed of an engine from a model's config and the headers of its weights."""
     given = common.engine_options(common.one_model(model, model_option), options, PLANNED)
 
     from ..simulate.plan import make_plan

@@ -43,9 +43,10 @@ class PromptFile:
         self.lora_request: LoRARequest | None = None  # of all prompts
 
     def complete(self, engine_options: Mapping[str, Any], *, live: bool = False, hidden: bool = False) -> int:
-        """Complete the prompts that have no result, and return the exit code.
+        """Complete the prompts that have no result yet. Return the exit code.
 
-        live: show the engine's state. hidden: show no progress.
+        live: whether to show the engine's state.
+        hidden: whether to show no progress.
         """
         total = len(self._jobs)
         num_done = self._earlier.num_done

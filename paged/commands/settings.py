@@ -30,8 +30,8 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
 
     types: the types of the options, by name.
 
-    An empty variable sets nothing. For a list it is an error, as an empty list of keys would let all clients
-    in.
+    An empty variable sets nothing. If the option is a list, an empty variable is an error, since an empty
+    list of keys would let all clients in.
 
     Raises ConfigError for a value of a wrong type, UnknownArgumentError for a variable that names no option.
     """
@@ -88,10 +88,10 @@ def _parsed(variable: str, kind: Any, text: str) -> Any:
 
 
 def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
-    """Return the options that a YAML file gives, with - or _ in their names.
+    """Return the options in a YAML file. Their names may have - or _.
 
-    Raises ConfigError if the file is no mapping, UnknownArgumentError for an unknown option, OSError if the
-    file cannot be read.
+    Raises ConfigError if the file is not a mapping, UnknownArgumentError for an unknown option, and OSError
+    if the file cannot be read.
     """
     import yaml
 

@@ -90,7 +90,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
     **options: Any,
 ) -> int:
-    """Predict latency, throughput and cache use of a fleet: the real scheduler on a virtual clock."""
+    """Predict latency, throughput and cache use of a fleet: the real scheduler runs on a virtual clock."""
     model = common.one_model(model, model_option)
     options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}

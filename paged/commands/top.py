@@ -48,9 +48,8 @@ def top(
 ) -> int:
     """Show what a server does: requests, tokens per second, latencies, memory. Ctrl-C ends it.
 
-    Rates and latencies are those of the last interval. --once shows latencies since the server's start.
-    Without a terminal, one view after the other is printed.
-    The server may also be vLLM's.
+    Rates and latencies cover the last interval; with --once, latencies cover the time since the server's
+    start. Without a terminal, views are printed one after the other. The server may also be vLLM's.
     """
     try:
         from ..server.telemetry.scrape import metrics_url, scrape
@@ -100,7 +99,7 @@ def _views(address: str, interval: float, key: str | None) -> Iterator[Group]:
 def view(address: str, before: Scrape, after: Scrape, *, whole: bool = False) -> Group:
     """Return the view of a server between two scrapes.
 
-    whole: show the latencies since the server's start.
+    whole: whether latencies cover the time since the server's start.
     """
     models = ", ".join(after.model_names)
     engines = f", {len(after.engines)} engines" if len(after.engines) > 1 else ""

@@ -21,12 +21,13 @@ _SHORT = {
 
 
 def without_flag(command: str, args: list[str], unknown: str) -> list[str] | None:
-    """Return a command's arguments without an unknown flag; None if vLLM does not have the flag either.
+    """Return a command's arguments without an unknown flag. Return None if vLLM does not have the flag
+    either.
 
-    unknown: the flag as the parser names it: without its value; for several letters after one dash, the first
-        letter.
+    unknown: the flag as the parser reports it: without its value, and of several letters after one dash only
+        the first.
 
-    Raises ConfigError if vLLM has the flag, but its value is not neutral here.
+    Raises ConfigError if vLLM has the flag, but the given value is not supported here.
     """
     flags = [text.partition("=")[0] for text in args]
     found = (i for i, flag in enumerate(flags) if flag == unknown or (flag in _SHORT and flag[:2] == unknown))
@@ -54,9 +55,9 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
 
 
 def without_options(owner: str, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options of a file or the environment without vLLM's options at neutral values.
+    """Return options of a file or the environment without vLLM's options that have neutral values.
 
-    owner: where the options are given. known: the names of the options that exist here.
+    owner: where the options come from, for messages. known: the names of the options that exist here.
 
     Raises ConfigError for another value of an option of vLLM.
     """
@@ -76,12 +77,12 @@ def _neutral() -> dict[str, Neutral]:
 
 
 def is_switch(name: str) -> bool:
-    """Return whether the flag of an option takes no value."""
+    """Return whether an option's flag takes no value."""
     return name not in SECRETS and any(isinstance(value, bool) for value in _neutral()[name].values)
 
 
 def value_of(text: str, neutral: Neutral) -> Any:
-    """Return the neutral value that the text stands for; otherwise a number, or the text itself."""
+    """Return the neutral value that a text stands for. Without one, return a number, or else the text."""
     for value in neutral.values:
         if str(value).lower() == text.lower():
             return value

@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 class Cost(NamedTuple):
-    """What captures have taken."""
+    """What captures of CUDA graphs have cost: time and memory."""
 
     num_bytes: int
     seconds: float
 
 
 class GraphPool:
-    """The memory that the graphs of an engine share, and the stream on which they are captured.
+    """The memory that an engine's CUDA graphs share, and the stream on which graphs are captured.
 
-    Results of a replay are overwritten by the next one, of whichever graph.
+    A replay of any of the graphs overwrites the results of the last replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +31,11 @@ class GraphPool:
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Run compute(), then capture what it launches. Return the graph, and the tensors of its replays.
+        """Run compute(), then capture its launches. Return the graph, and the result that each replay
+        overwrites.
 
-        It runs once before, because the first launch of a kernel compiles and loads it, and its first call
-        checks its arguments. An exception of either is raised, and nothing is captured then.
+        compute() runs once before the capture, because the first launch of a kernel compiles and loads it,
+        and checks the arguments. If either run raises, nothing is captured.
         """
         compute()
         current = torch.cuda.current_stream(self._device)
@@ -54,7 +55,7 @@ class GraphPool:
         return graph, made
 
     def measure(self, capture: Callable[[], object]) -> Cost:
-        """Return what a function takes that captures graphs."""
+        """Call a function that captures graphs. Return the time and the memory that it took."""
         free = self._free_bytes()
         started = time.perf_counter()
         capture()

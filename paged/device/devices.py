@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of this name, or raise ConfigError. "auto" is a GPU if there is one, else the CPU."""
+    """Return the device of this name. "auto" is a GPU if there is one, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,21 +36,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_here(device: torch.device) -> bool:
-    """Return whether this machine has the device. A plan may be for a device of another machine."""
+    """Return whether this machine has the device. A plan may name a device that only another machine has."""
     return device.type == "cpu" or torch.cuda.is_available()
 
 
 def sum_in_float32() -> None:
-    """Make cuBLAS add partial sums in float32 rather than bfloat16 or float16, for the rest of
-    this process.
-    """
+    """Make cuBLAS add partial sums in float32, not in bfloat16 or float16, for the rest of this process."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def target_of(device: torch.device) -> str:
-    """Return what kernels are compiled for on a GPU: "sm_90", "gfx942" and the like; "" on a CPU."""
+    """Return the target that kernels are compiled for: "sm_90", "gfx942" and the like; "" on a CPU."""
     if device.type == "cpu":
         return ""
     if torch.version.hip:
@@ -59,9 +57,7 @@ def target_of(device: torch.device) -> str:
 
 
 def failure_of(device: torch.device) -> Exception | None:
-    """Wait for a device. Return its error if it has failed for good. A failed GPU is lost for
-    the whole process.
-    """
+    """Wait for a device. Return its error if it has failed; this process can then no longer use it."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -73,8 +69,8 @@ def failure_of(device: torch.device) -> Exception | None:
 def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
     """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 
-    On a CPU that is slow in the checkpoint's dtype, "auto" is float32, which represents every value of the
-    others.
+    On a CPU that is slow in the checkpoint's dtype, "auto" is float32, since float32 represents every value
+    exactly.
     """
     dtype = checkpoint if requested == "auto" else requested
     is_slow = device.type == "cpu" and (
@@ -95,12 +91,12 @@ def _warn_of_slow(dtype: str) -> None:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 natively. If it emulates bfloat16, float32 is faster."""
+    """Return whether the CPU has bfloat16 instructions. Without them, float32 is faster."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def only_torch_has_bfloat16() -> bool:
-    """Return whether this is an ARM CPU with bfloat16 instructions: torch uses them, our kernels do not."""
+    """Return whether this is an ARM CPU with bfloat16 instructions; torch uses them, our kernels do not."""
     return "bf16" in cpu_flags()
 
 
@@ -139,7 +135,9 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 def check_attention(
     kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError unless the backend has attention for these head dimensions and KV cache dtype."""
+    """Raise ConfigError unless the backend's attention supports these head dimensions and this KV cache
+    dtype.
+    """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             dims = kernels.head_dims()
@@ -162,10 +160,10 @@ def check_attention(
 def weights_in_panels(
     config: EngineConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Return whether linear layers use the backend's own, batch-invariant kernel rather than torch's.
+    """Return whether linear layers use the backend's own, batch-invariant kernel instead of torch's.
 
-    deterministic=True requires it, and raises ConfigError without such a kernel. Without it, torch multiplies
-    in bfloat16 where `only_torch_has_bfloat16`.
+    With deterministic=True they do; ConfigError is raised if the backend has no such kernel. Without that
+    option, torch's kernel is used in bfloat16 where `only_torch_has_bfloat16`.
     """
     if not config.deterministic:
         left_to_torch = dtype == torch.bfloat16 and only_torch_has_bfloat16()
@@ -179,7 +177,7 @@ def weights_in_panels(
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error says that an allocation lacked memory."""
+    """Return whether an error means that an allocation ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # torch has no narrower one for a CPU; of the system's: Cannot allocate memory.

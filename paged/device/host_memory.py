@@ -26,8 +26,8 @@ held_in_files = 0
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Give freed memory back to the system at once: within this context, tensors of a megabyte or more are
-    mapped separately.
+    """Return freed memory to the system at once: in this context, tensors of a megabyte or more are mapped
+    separately.
 
     The heap is trimmed at the end. Without glibc this does nothing.
     """
@@ -46,7 +46,7 @@ def freed_at_once() -> Iterator[None]:
 
 
 def free_on_cpu() -> float:
-    """Return the bytes of RAM that are free now, within the container's limit."""
+    """Return the bytes of RAM that are free, within the container's limit."""
     available: int = psutil.virtual_memory().available
     return max(0, min(available, _cgroup_free_bytes()) - held_in_files)
 

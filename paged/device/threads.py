@@ -25,7 +25,7 @@ _threads_of = weakref.WeakKeyDictionary[Any, int]()  # of engines that are alive
 
 
 def set_threads(engine: Any, wanted: int | None) -> int:
-    """Set the number of CPU threads for an engine. Return it.
+    """Set and return the number of CPU threads for an engine.
 
     The number holds for the whole process, even after the engine is gone. None means `usable_cores`, unless
     another engine, `torch.set_num_threads` or one of VARIABLES has set a number.
@@ -71,8 +71,8 @@ def threads_of_each(num_processes: int) -> int:
 def usable_cores() -> int:
     """Return how many cores this process may use, by its affinity and its container's limit; at least 1.
 
-    Hardware threads are not counted, as those of one core share its multipliers. A virtual machine may
-    present two cores as two threads of one core, which cannot be detected; set num_threads there.
+    Hardware threads are not counted, since the threads of one core share its multipliers. A virtual machine
+    may present two cores as two threads of one core. This cannot be detected; set num_threads there.
     """
     cpus = _affinity()
     memberships = Path("/proc/self/cgroup")
@@ -81,7 +81,7 @@ def usable_cores() -> int:
 
 
 def num_cores(cpus: set[int], topology: Path) -> int | None:
-    """Count the cores that these CPUs (hardware threads) belong to; None if the system does not say."""
+    """Return how many cores these CPUs (hardware threads) belong to; None if the system does not say."""
     cores = set()
     for cpu in cpus:
         siblings = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
@@ -96,8 +96,8 @@ def cpu_quota(root: Path, memberships: str) -> float:
     """Return the CPU limit of a process's control groups, version 1 or 2, in CPUs; inf without a limit.
 
     root: where control groups are mounted.
-    memberships: the text of /proc/self/cgroup. A container may not see the folders that it names; then the
-        limit is that of root.
+    memberships: the text of /proc/self/cgroup. If the folders that it names are not visible, as in some
+        containers, the limit is that of root.
     """
     return min(map(_quota_of, _folders(root, memberships)), default=math.inf)
 

@@ -30,7 +30,7 @@ MOST_PINNED = 2**24
 
 
 class Sent:
-    """Numbers that an upload copies to the device.
+    """Numbers that an `Upload` copies to the device.
 
     tensor: the copy on the device, available once the upload is sent.
     """
@@ -44,12 +44,12 @@ class Sent:
 
 
 def arrived(sent: Sent | None) -> Tensor | None:
-    """Return the device tensor of numbers that were sent; None if there are none."""
+    """Return the device tensor of numbers that were sent; None for None."""
     return None if sent is None else sent.tensor
 
 
 class Received:
-    """Numbers that a download copies to the host.
+    """Numbers that a `Download` copies to the host.
 
     numbers: the copy on the host, available after `Download.wait`.
     """
@@ -61,10 +61,9 @@ class Received:
 
 
 class Transfers:
-    """An engine's uploads and downloads, through pinned buffers that steps take in turns.
+    """An engine's uploads and downloads, which take turns in using a few pinned buffers.
 
-    in_place: whether the device reads host memory directly, so that nothing is copied; by default, True on a
-        CPU.
+    in_place: whether the device reads host memory directly and nothing is copied; by default, True on a CPU.
     num_buffers: how many uploads, and how many downloads, may be under way at once.
     """
 
@@ -90,7 +89,7 @@ class Transfers:
 class Upload:
     """Numbers for the device, collected by `put` and copied in one transfer by `send`.
 
-    buffers: pinned memory; None where the device reads the host's memory.
+    buffers: pinned memory; None if the device reads host memory directly.
     """
 
     def __init__(self, device: torch.device, buffers: _Ring | None) -> None:
@@ -99,7 +98,7 @@ class Upload:
         self._parts: list[Sent] = []
 
     def put(self, numbers: Numbers, dtype: torch.dtype) -> Sent:
-        """Add numbers, an array of any shape or a list: of int64, int32 or float32."""
+        """Add numbers of int64, int32 or float32: an array of any shape, or a list."""
         sent = Sent(numbers, dtype)
         if self._buffers is None:
             sent.tensor = torch.from_numpy(sent.numbers)
@@ -108,7 +107,7 @@ class Upload:
         return sent
 
     def send(self) -> None:
-        """Start the copy of all numbers that were put, without waiting for it."""
+        """Start copying all numbers that were put, without waiting."""
         if self._buffers is None or not self._parts:
             return
         parts = self._parts
@@ -140,9 +139,9 @@ class Upload:
 
 
 class Download:
-    """Tensors for the host, requested by `get` and copied in one transfer by `send`, until `wait` returns.
+    """Tensors for the host, requested by `get` and copied in one transfer by `send`; `wait` waits for them.
 
-    buffers: pinned memory; None where the device reads the host's memory.
+    buffers: pinned memory; None if the device reads host memory directly.
     """
 
     def __init__(self, buffers: _Ring | None) -> None:
@@ -154,7 +153,7 @@ class Download:
     def get(self, tensor: Tensor) -> Received:
         """Request a tensor whose elements have 4 or 8 bytes.
 
-        Beyond MOST_PINNED bytes in all, the tensor is copied now, by a copy that blocks.
+        If all requests together exceed MOST_PINNED bytes, this tensor is copied at once, by a blocking copy.
         """
         received = Received()
         if self._buffers is None:
@@ -167,7 +166,7 @@ class Download:
         return received
 
     def send(self) -> None:
-        """Start the copy of all requested tensors, without waiting for it."""
+        """Start copying all requested tensors, without waiting."""
         if self._buffers is None or not self._parts:
             return
         self._parts.sort(key=lambda part: -part[1].itemsize)  # so that each part is aligned

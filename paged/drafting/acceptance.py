@@ -59,9 +59,9 @@ class _Places:
 
 
 class Acceptance:
-    """How often draft tokens are right. Every watched draft counts, whether a step verified it or not.
+    """Learns how often draft tokens are right. Every watched draft counts, whether a step verified it or not.
 
-    most: the most tokens of a draft.
+    most: maximum number of tokens in a draft.
     """
 
     def __init__(self, most: int) -> None:
@@ -71,11 +71,11 @@ class Acceptance:
         self._watched: list[tuple[Request, int, Draft]] = []
 
     def chances(self, draft: Draft) -> list[float]:
-        """Return, for each k, the probability that the first k tokens of a draft are right."""
+        """Return, for each k, the probability that the draft's first k tokens are all right."""
         return self.longest_chances(draft)[: len(draft.tokens)]
 
     def longest_chances(self, draft: Draft) -> list[float]:
-        """Return the same probabilities for a draft of the greatest length."""
+        """Return the probabilities of `chances` for a draft of maximum length."""
         places = self._of(draft)
         if places.is_stale:
             prior = 1.0 if draft.confidence == CERTAIN else self._first.shares(PRIOR)[0]
@@ -84,7 +84,7 @@ class Acceptance:
         return places.chances
 
     def watch(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
-        """Remember drafts of the requests' next tokens; `learn` compares them with the true tokens."""
+        """Remember drafts, so that `learn` can compare them with the tokens that follow."""
         self._watched = [
             (request, len(request.token_ids), draft)
             for request, draft in zip(requests, drafts, strict=True)
@@ -92,7 +92,7 @@ class Acceptance:
         ]
 
     def learn(self) -> None:
-        """Compare the watched drafts with the tokens generated since, and forget them."""
+        """Compare the watched drafts with the tokens generated since then, and forget the drafts."""
         for request, start, draft in self._watched:
             tokens = draft.tokens
             came = request.token_ids[start : start + len(tokens)]

@@ -14,8 +14,8 @@ CERTAIN = math.inf
 class Draft(NamedTuple):
     """A guess of a request's next tokens, in order; it may be empty.
 
-    confidence: drafts of the highest confidence are verified first if a step lacks room for all; CERTAIN if
-        no other token may come next.
+    confidence: if a step lacks room for all drafts, those of the highest confidence are verified; CERTAIN if
+        no other tokens may follow.
     """
 
     tokens: list[int]
@@ -25,8 +25,8 @@ class Draft(NamedTuple):
 class Drafter(Protocol):
     """Guesses the next tokens of requests. Any guess is allowed: the model decides which tokens are right.
 
-    A drafter learns of new tokens, preemptions and ends by looking at the requests, and must not change them.
+    A drafter sees new tokens, preemptions and ends in the requests themselves. It must not change them.
     """
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request, with at most `limits[i]` tokens."""
+        """Return a guess for each request. The guess for requests[i] has at most limits[i] tokens."""

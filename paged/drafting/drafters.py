@@ -11,10 +11,11 @@ from .token_index import TokenIndex
 
 
 class NgramDrafter:
-    """Prompt lookup: guesses the continuation of the earlier occurrence that matches in the most tokens, the
-    newest of equals.
+    """Prompt lookup: finds the longest earlier occurrence of a request's last tokens, and guesses its
+    continuation.
 
-    shortest, longest: the fewest and the most tokens of a match.
+    Of equally long occurrences the newest is taken.  shortest, longest: minimum and maximum length of a
+    match, in tokens.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -23,7 +24,7 @@ class NgramDrafter:
         self._indices: dict[Request, TokenIndex] = {}
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request; an empty one if its last tokens have not occurred before."""
+        """Return a guess for each request. It is empty if the last tokens have not occurred before."""
         if len(self._indices) > len(requests):
             self._indices = {r: index for r, index in self._indices.items() if r.finish_reason is None}
         return [self._propose(request, limit) for request, limit in zip(requests, limits, strict=True)]
@@ -50,10 +51,12 @@ Scope = tuple[str | None, str]  # cache_salt and tenant: what one has generated,
 
 
 class SuffixDrafter:
-    """Guesses the continuation of the longest match in the request, its siblings, and finished outputs of the
-    same scope.
+    """Guesses the continuation of the longest match of a request's last tokens.
 
-    shortest: the fewest tokens of a match.
+    Matches are searched in the request, in its other samples, and in finished outputs of the same tenant and
+    cache_salt.
+
+    shortest: minimum length of a match, in tokens.
     """
 
     def __init__(self, shortest: int) -> None:
@@ -62,7 +65,7 @@ class SuffixDrafter:
         self._shelves: dict[Scope, TokenIndex] = {}  # the last used ones last
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request; an empty one if its last tokens have not occurred before."""
+        """Return a guess for each request. It is empty if the last tokens have not occurred before."""
         if len(self._indices) != len(requests):
             self._shelve_ended()
         indices = []
@@ -150,10 +153,10 @@ def _scope(request: Request) -> Scope:
 
 
 class GrammarDrafter:
-    """Guesses the tokens that structured_outputs force: these guesses are always right.
+    """Guesses the tokens that structured_outputs force. These guesses are always right.
 
-    others: the drafter that guesses where nothing is forced. If its guess begins with the forced tokens, it
-        is longer and is taken.
+    others: the drafter that guesses if no token is forced. If its guess begins with the forced tokens, the
+        whole guess is taken.
     """
 
     def __init__(self, others: Drafter | None = None) -> None:
@@ -180,7 +183,7 @@ class GrammarDrafter:
 def new_drafter(config: SpeculativeConfig, draft_model: Drafter | None = None) -> Drafter:
     """Make the drafter that the config names.
 
-    draft_model: the drafter that runs the config's draft model, if the config has one.
+    draft_model: the drafter that runs the draft model, if the config names one.
     """
     if config.method == "draft_model":
         assert draft_model is not None, "a draft model was not loaded"

@@ -31,11 +31,11 @@ OTHER, PLAIN_DECODE, DRAFTS = range(3)  # kinds of steps
 
 
 class Ledger:
-    """The time that drafts have won and lost in seconds, trial steps included.
+    """The seconds that drafts have saved and cost, including steps that only try drafts out.
 
-    won: the total so far; negative if more was lost.
-    balance: how much time may be lost now. It grows by SHARE of all time and by time won, up to ALLOWANCE
-        steps.
+    won: the seconds saved so far; negative if drafts have cost more than they saved.
+    balance: the seconds that may be lost now. It grows by SHARE of all time and by the time saved, up to the
+        time of ALLOWANCE steps.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class Ledger:
 
     @property
     def may_try(self) -> bool:
-        """Return whether steps of unknown duration may be tried."""
+        """Whether steps of unknown duration may be tried."""
         return self.balance > self._most / 4
 
     def add(self, won: float, seconds: float, plain: float) -> None:
-        """Add a step.
+        """Add a step to the account.
 
-        won: the time that the step saved.
-        seconds, plain: the duration of the step, and of a step without drafts.
+        won: the seconds that the step saved. seconds, plain: the duration of this step, and of a step without
+            drafts.
         """
         self.won += won
         self._most = ALLOWANCE * plain
@@ -60,17 +60,17 @@ class Ledger:
 
 
 class DraftLengths:
-    """Chooses how many drafts a step verifies, so that the expected tokens per second are highest.
+    """Chooses how many draft tokens a step verifies, to maximize the expected tokens per second.
 
-    The choice rests on measured step times and learnt acceptance. It is zero where no number beats a plain
-    step.
+    The choice uses measured step times and acceptance rates. It is zero if a step without drafts is expected
+    to be faster.
 
-    most: the most draft tokens of a request.
-    seed: see `StepTimes`.
-    clock: returns seconds.
+    most: maximum number of draft tokens of a request.
+    seed: passed to `StepTimes`.
+    clock: returns the time in seconds.
 
-    limit: the longest draft that is worth proposing; below `most` where a drafter is slow.
-    is_idle: whether nothing can be learnt from a decode step, so that `end_step` may be skipped.
+    limit: the length of the longest draft that is worth proposing; below `most` if the drafter is slow.
+    is_idle: whether the current decode step has nothing to teach, so that `end_step` may be skipped.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float], clock: Callable[[], float]) -> None:
@@ -94,7 +94,7 @@ class DraftLengths:
         self._usual: dict[int, float] = {}  # by the limit, the same in most steps: a new request takes more
 
     def begin_step(self) -> bool:
-        """Begin a decode step. Return whether drafts may pay in it; if so, call `wants_guesses` next."""
+        """Begin a decode step. Return whether drafts may help in it; if so, call `wants_guesses` next."""
         self._step += 1
         self._guessing = 0.0
         if self._step >= self._guess_at:
@@ -119,10 +119,10 @@ class DraftLengths:
     def choose(
         self, requests: Sequence[Request], drafts: Sequence[Draft], num_requests: int, context: int, left: int
     ) -> list[int]:
-        """Return how many tokens of each proposed draft to verify.
+        """Return the number of tokens to verify of each proposed draft.
 
         num_requests: the number of requests in the step, including those without a draft.
-        left: the most draft tokens that the step has room for.
+        left: maximum number of draft tokens that the step has room for.
         """
         counts = self._counts(drafts, num_requests, context, left)
         self.acceptance.watch(requests, drafts)
@@ -223,7 +223,7 @@ class DraftLengths:
     def end_step(self, num_requests: int, context: int, rows: int, seconds: float, num_accepted: int) -> None:
         """Learn from a decode step.
 
-        rows: how many tokens the step computed.
+        rows: the number of tokens that the step computed.
         """
         has_drafts = rows > num_requests
         is_steady = self._last == PLAIN_DECODE
@@ -244,7 +244,7 @@ class DraftLengths:
             self._plan_next_guess(won, plain)
 
     def end_other_step(self) -> None:
-        """Note a step that is no decode. The plain step after it may take an unusual time."""
+        """Record a step that is not a decode. The next step without drafts may take an unusual time."""
         self._last = OTHER
 
     def _plan_next_guess(self, won: float, plain: float) -> None:

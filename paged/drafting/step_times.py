@@ -49,7 +49,7 @@ class _Time:
 
 
 class DraftingTime(NamedTuple):
-    """The duration of steps with a given number of rows.
+    """The duration of steps with a given number of rows (computed tokens).
 
     is_known: whether it was measured often enough, and recently enough.
     """
@@ -60,11 +60,12 @@ class DraftingTime(NamedTuple):
 
 
 class StepTimes:
-    """Measured durations of decode steps in seconds. Missing ones are estimated from nearby measurements.
+    """Measured durations of decode steps in seconds. Missing durations are estimated from nearby
+    measurements.
 
-    most: the most draft tokens of a request.
-    seed: returns the relative duration of a step by its number of rows. It gives the shape of what is not
-        measured yet.
+    most: maximum number of draft tokens of a request.
+    seed: returns the relative duration of a step with a number of rows; used to scale measurements to other
+        numbers of rows.
     """
 
     def __init__(self, most: int, seed: Callable[[int], float]) -> None:
@@ -75,17 +76,17 @@ class StepTimes:
         self._num_recorded = 0
 
     def plain(self, num_requests: int, context: int) -> float | None:
-        """Return the median seconds of steps without drafts, None if no such step was measured."""
+        """Return the median seconds of steps without drafts; None if no such step was measured."""
         time = self._near((bisect_left(SIZES, num_requests), NO_DRAFTS, _context_class(context)))
         return None if time is None else time.median * self._seed(num_requests)
 
     def mean_plain(self, num_requests: int, context: int) -> float | None:
-        """Return the mean, which includes steps that were slow for other reasons."""
+        """Return the mean seconds of steps without drafts, including outliers; None if none was measured."""
         time = self._near((bisect_left(SIZES, num_requests), NO_DRAFTS, _context_class(context)))
         return None if time is None else time.mean * self._seed(num_requests)
 
     def drafting(self, num_requests: int, context: int) -> list[DraftingTime]:
-        """Return the median seconds of steps with drafts, by their rows, measured or estimated."""
+        """Return the median seconds of steps with drafts, measured or estimated, in order of their rows."""
         key = num_requests, _context_class(context)
         curve = self._curves.get(key)
         if curve is None:

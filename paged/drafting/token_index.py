@@ -9,10 +9,10 @@ MOST_LOOKS = 4  # earlier occurrences of the shortest match that are compared, t
 
 
 class TokenIndex:
-    """Finds earlier occurrences of token sequences in a list. The list may grow; `update` reads the new
+    """Finds earlier occurrences of token sequences in a list. The list may grow: `update` reads its new
     tokens.
 
-    shortest: the fewest tokens of a match, at least 1.
+    shortest: minimum length of a match in tokens, at least 1.
     """
 
     def __init__(self, tokens: list[int], shortest: int) -> None:
@@ -23,9 +23,7 @@ class TokenIndex:
         self._before = array("q")
 
     def update(self) -> None:
-        """Index the new positions that have a next token. The end itself is left out, as it
-        would match itself.
-        """
+        """Index the new positions that have a next token. The end is left out: it would match itself."""
         n = self._shortest
         tokens = self.tokens
         newest = self._newest
@@ -45,12 +43,12 @@ class TokenIndex:
                 place += 1
 
     def find(self, tokens: Sequence[int], longest: int) -> tuple[int, int]:
-        """Return the longest of the newest earlier occurrences of the end of `tokens`.
+        """Find the longest match for the end of `tokens` among its newest earlier occurrences.
 
-        The result is the position behind the occurrence, and how many tokens match before it; 0, 0 if there
-        is none.
+        Return the position after the match, and the length of the match in tokens; (0, 0) if there is no
+        match.
 
-        longest: the most tokens to compare.
+        longest: maximum number of tokens to compare.
         """
         n = self._shortest
         size = len(tokens)
@@ -82,9 +80,7 @@ class TokenIndex:
         return best, best_length
 
     def following(self, place: int, num: int) -> list[int]:
-        """Return the next `num` tokens from a place. Beyond the end of the list, the tokens from the place on
-        repeat.
-        """
+        """Return the `num` tokens from position `place` on; past the end of the list they repeat."""
         found = self.tokens[place : place + num]
         period = len(found)
         while len(found) < num:

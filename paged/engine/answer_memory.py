@@ -19,9 +19,9 @@ Hold = Callable[[list[int], bool], None]
 
 
 class AnswerBudget:
-    """The memory that the answers of all requests hold, and its limit.
+    """The memory that the unread answers of all requests occupy, and its limit.
 
-    num_pauses: how often a request was paused because its reader was slow.
+    num_pauses: how many times a request was paused because its reader was slow.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES_IN_ALL, max_answer_bytes: int = MAX_ANSWER_BYTES) -> None:
@@ -32,16 +32,16 @@ class AnswerBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether answers hold more than they may."""
+        """Whether answers occupy more memory than the limit."""
         return self.num_bytes > self.max_bytes
 
 
 class AnswerAccount:
-    """The bytes that the answers of one HTTP request hold, over all its prompts and samples.
+    """The bytes that the answers to one HTTP request occupy, over all its prompts and samples.
 
     is_whole: whether all answers are sent together once they are finished.
-    num_bytes: how many bytes are held.
-    num_unread: how many of these a reader has not taken, or has taken but not sent on.
+    num_bytes: the number of bytes.
+    num_unread: how many of the bytes the reader has not yet sent on.
     """
 
     def __init__(self, budget: AnswerBudget, *, is_whole: bool = True) -> None:
@@ -57,7 +57,7 @@ class AnswerAccount:
 
     @property
     def is_paused(self) -> bool:
-        """Whether all its requests are held because too much of their answers is unread."""
+        """Whether all requests of the account are held because too much of their answers is unread."""
         return self._is_unread
 
     def expect(
@@ -65,8 +65,8 @@ class AnswerAccount:
     ) -> None:
         """Add a prompt. Raise RequestError if its answer could exceed the limit.
 
-        Output tokens count only if max_tokens is given and the whole answer is sent at once: without
-        max_tokens, few requests generate as many tokens as fit the context.
+        Output tokens count only if max_tokens is given and the whole answer is sent at once. Without
+        max_tokens, few requests fill the context.
         """
         prompt_top = params.prompt_logprobs
         top = params.logprobs
@@ -90,7 +90,7 @@ class AnswerAccount:
             raise RequestError(f"{what}{before} take {mebibytes}; {way_out}", param=param)
 
     def join(self, key: int, hold: Hold) -> None:
-        """Add an unfinished request. If earlier requests of the account are held, it is held at once."""
+        """Add an unfinished request. If requests of the account are held, this one is held at once."""
         self._going[key] = hold
         self._balance()
 
@@ -101,7 +101,7 @@ class AnswerAccount:
         self._balance()
 
     def grow(self, num_bytes: int, num_unread: int) -> None:
-        """Add bytes that came, and bytes that a reader may take now. Negative numbers remove bytes."""
+        """Add bytes that arrived, and bytes that a reader may take now. Negative numbers remove bytes."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         self.num_unread += num_unread
@@ -142,9 +142,10 @@ class AnswerAccount:
             hold(its_keys, is_held)
 
     def refusal(self, num_own: int) -> RequestError | None:
-        """Return why an answer that is sent as a whole cannot grow further; None if it can.
+        """Return the error if an answer that is sent as a whole cannot grow further; None if it can.
 
-        num_own: the bytes of this prompt's answer. Only these count if each prompt is answered separately.
+        num_own: the bytes of this prompt's answer. If each prompt is answered separately, only these bytes
+            count.
         """
         if (self.num_bytes if self.is_whole else num_own) > self.budget.max_answer_bytes:
             return RequestError(
@@ -160,12 +161,12 @@ class AnswerAccount:
 
 
 class AnswerLedger:
-    """The bytes of the answer to one prompt. Every change is entered into the account.
+    """The bytes of the answer to one prompt. Every change is added to the account of the HTTP request.
 
-    Outputs are unread when they arrive, taken when the reader gets them, and released when the reader has
-    sent them on. The log-probabilities of a prompt are part of every output, and stay until the end.
+    An output is unread when it arrives, taken when the reader gets it, and released when the reader has sent
+    it on. The log-probabilities of a prompt are part of every output, and stay until the end.
 
-    num_bytes: how many bytes are held.
+    num_bytes: the number of bytes.
     """
 
     def __init__(self, account: AnswerAccount, *, comes_in_parts: bool) -> None:
@@ -179,16 +180,17 @@ class AnswerLedger:
         self._num_released = 0  # what is dropped by `release`
 
     def add_prompt(self, size: int) -> None:
-        """Add log-probabilities of the prompt. All arrive before the first output with tokens.
+        """Add log-probabilities of the prompt, which arrive before the first output with tokens.
 
-        They do not count as unread: a request paused for them could never produce that first output.
+        They do not count as unread, since a request that was paused because of them could never produce that
+        output.
         """
         self._num_prompt += size
         self._num_early += size
         self._grow(size, 0)
 
     def drop_prompt(self) -> None:
-        """Drop the log-probabilities of a prompt that has no output with tokens yet."""
+        """Drop the log-probabilities of a prompt, before its first output with tokens."""
         self._grow(-self._num_prompt, 0)
         self._num_prompt = 0
         self._num_early = 0
@@ -205,12 +207,12 @@ class AnswerLedger:
         self._grow(size, num_unread)
 
     def replace_outputs(self) -> None:
-        """Drop all outputs, because the next one contains them."""
+        """Drop all outputs, because the next output contains their tokens."""
         self._grow(self._num_prompt - self.num_bytes, -self._num_unread)
         self._num_unread = 0
 
     def take(self, *, is_delta: bool) -> None:
-        """Count unread bytes as taken. `release` drops deltas; other outputs stay."""
+        """Count the unread bytes as taken. If outputs are deltas, `release` will drop them; others stay."""
         self._num_taken += self._num_unread
         self._num_unread = 0
         if is_delta:
@@ -231,7 +233,7 @@ class AnswerLedger:
         self._num_taken = 0
 
     def refusal(self) -> RequestError | None:
-        """Return why an answer that is sent as a whole has become too large; None if it has not."""
+        """Return the error if an answer that is sent as a whole has become too large; None if it has not."""
         return None if self._comes_in_parts else self.account.refusal(self.num_bytes)
 
     def _grow(self, num_bytes: int, num_unread: int) -> None:
@@ -240,7 +242,7 @@ class AnswerLedger:
 
 
 def comes_in_parts(kind: RequestOutputKind) -> bool:
-    """Return whether outputs can be read before the last one."""
+    """Return whether outputs of this kind can be read before the request is finished."""
     return kind is not RequestOutputKind.FINAL_ONLY
 
 

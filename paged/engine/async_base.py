@@ -63,7 +63,7 @@ OnPrompt = Callable[[str, int], object]
 
 
 class EngineReplica(Protocol):
-    """One engine as seen by its callers, on a thread or in another process."""
+    """One engine as its callers see it, on a thread or in another process."""
 
     @property
     def replica(self) -> int:
@@ -71,7 +71,7 @@ class EngineReplica(Protocol):
 
     @property
     def dead(self) -> EngineDeadError | None:
-        """The error that every call raises once the engine has stopped."""
+        """The error that every call raises because the engine has stopped; None while it runs."""
 
     @property
     def is_fit(self) -> bool:
@@ -79,17 +79,17 @@ class EngineReplica(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not well; None if it is."""
+        """What is wrong with the engine; None if nothing is."""
 
     @property
     def num_queued_tokens(self) -> int:
-        """The tokens of the engine's waiting requests, as far as known."""
+        """The number of tokens in the engine's waiting requests, as last reported."""
 
     def check(self) -> None:
-        """Raise EngineDeadError if it has stopped."""
+        """Raise EngineDeadError if the engine has stopped."""
 
     async def ask(self) -> EngineStats:
-        """Return the current stats. Raises EngineDeadError."""
+        """Return the engine's current stats. Raises EngineDeadError."""
 
     async def picture(self) -> EnginePicture:
         """Return a picture of the engine's next step, or of an idle engine. Raises EngineDeadError."""
@@ -99,31 +99,30 @@ E = TypeVar("E", bound=EngineReplica)
 
 
 class RequestHandle(Protocol):
-    """A request that an engine has accepted, for its one reader."""
+    """A request that an engine has accepted, as its one reader sees it."""
 
     @property
     def replica(self) -> int:
-        """The number of its engine."""
+        """The number of the engine that computes the request."""
 
     async def get(self) -> RequestOutput:
         """Return the next output. Raises the error that ended the request."""
 
     async def result(self) -> Any:
-        """Return the result of a request for a report on a prompt."""
+        """Return the result of a request that only reports on its prompt."""
 
     def close(self) -> None:
-        """Abort the request if it is unfinished, and drop what is held for it. Any thread may call this."""
+        """Abort the request if it is unfinished, and free its unread outputs. Any thread may call this."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of one request, for one reader.
 
-    request_id: the id in its outputs, and for `AsyncEngine.abort`.
-    render: makes the prompt, before the request begins.
+    request_id: the id in the outputs, also for `AsyncEngine.abort`.
+    render: makes the prompt before the request begins.
     handle: the handle of a request that has begun already.
-    account: counts the bytes of its outputs together with those of other streams; None if they are counted
-        alone.
-    part_of: the call that this request is one of many parts of; see `RequestInputs`.
+    account: counts the bytes of the outputs together with other streams; None counts them alone.
+    part_of: the call that this request belongs to, if the call has several prompts; see `RequestInputs`.
     on_prompt: see `OnPrompt`; None for a stream that needs no acceptance.
 
     Raises UsageError for a second reader, because each output goes to one reader only.
@@ -151,7 +150,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     @property
     def replica(self) -> int:
-        """The number of the engine that computes the request; 0 until an engine is chosen."""
+        """The number of the engine that computes the request; 0 while no engine is chosen."""
         return 0 if self._handle is None else self._handle.replica
 
     async def __anext__(self) -> RequestOutput:
@@ -176,7 +175,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """Abort the request if it is not finished."""
+        """Abort the request if it is unfinished."""
         self._close()
 
     def __del__(self) -> None:
@@ -189,11 +188,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 
 class AsyncEngine(ABC, Generic[E]):
-    """The common base of `AsyncLLMEngine` and `EngineClient`: one engine for coroutines, or several of one
-    model.
+    """The common base of `AsyncLLMEngine` and `EngineClient`: serves one model to coroutines, with one engine
+    or several.
 
     config: the options of the engine.
-    max_model_len: most tokens of prompt and output together.
+    max_model_len: maximum number of tokens of prompt and output together.
     text: the tokenizer, chat templates and sampling defaults of the model.
     prompts: the parser of prompts.
     """
@@ -218,14 +217,14 @@ class AsyncEngine(ABC, Generic[E]):
     ) -> RequestStream:
         """Return an async iterator over the outputs of a prompt. The last output has finished=True.
 
-        What each output holds is set by output_kind. The arguments are those of `LLMEngine.add_request`;
-        request_id is by default the next number.
+        output_kind sets what each output holds. The arguments are as for `LLMEngine.add_request`; request_id
+        is by default the next number.
 
-        The request begins when the first output is awaited. It is aborted, and its blocks are freed within a
-        step, if the reading task is cancelled or the iterator is closed or collected.
+        The request begins when the first output is awaited. If the reading task is cancelled, or the iterator
+        is closed or collected, the request is aborted and its blocks are freed within a step.
 
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
-        requests wait already, and EngineDeadError if the engine has stopped.
+        requests are already waiting, and EngineDeadError if the engine has stopped.
         """
         spec = RequestSpec(
             prompt,
@@ -252,10 +251,10 @@ class AsyncEngine(ABC, Generic[E]):
     ) -> RequestStream:
         """Return an async iterator over the answers to one conversation, as `generate` does.
 
-        template: tools, add_generation_prompt, continue_final_message, chat_template and chat_template_kwargs
-            of `LLMEngine.chat`.
+        template: the arguments tools, add_generation_prompt, continue_final_message, chat_template and
+            chat_template_kwargs of `LLMEngine.chat`.
 
-        Iterating raises RequestError also if the template refuses the conversation.
+        Iterating also raises RequestError if the template refuses the conversation.
         """
         reject_unknown("chat", template, TEMPLATE_OPTIONS)
         render = partial(self.text.render_chat, messages, **template)
@@ -264,7 +263,7 @@ class AsyncEngine(ABC, Generic[E]):
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model's shape and options, and the engine's max_model_len."""
+        """The model's sizes and options, and the engine's max_model_len."""
         return replace(self.text.model_config, max_model_len=self.max_model_len)
 
     async def fork(
@@ -273,7 +272,7 @@ class AsyncEngine(ABC, Generic[E]):
         new_request_id: str | None = None,
         sampling_params: SamplingParams | None = None,
     ) -> RequestStream:
-        """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the stream of the new one."""
+        """Duplicate an unfinished request, as `LLMEngine.fork` does. Return the new request's stream."""
         if sampling_params is not None:
             sampling_params = check_is_params(sampling_params).clone()
         await self._attach()
@@ -301,11 +300,12 @@ class AsyncEngine(ABC, Generic[E]):
         """Embed a prompt, as `LLMEngine.encode` does, in the same steps as all other requests.
 
         timeout_s: seconds after which the output has an error in place of a vector; None sets no limit.
-        part_of: the name of a call with many prompts that this one belongs to. They are queued one at a time.
-        on_prompt: is called with the id of the request and the number of its tokens; may refuse it.
-        on_place: is called with the id of the request and the number of its engine, from 0.
+        part_of: the name of the call that this prompt belongs to, if the call has several. Its prompts are
+            queued one at a time.
+        on_prompt: called with the request's id and its number of tokens; may refuse the request by raising.
+        on_place: called with the request's id and the number of its engine, from 0.
 
-        Raises RequestError, QueueFullError or EngineDeadError. A cancelled task aborts the request.
+        Raises RequestError, QueueFullError or EngineDeadError. Cancelling the task aborts the request.
         """
         options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name)
         params = ReportTerms(priority, tenant, timeout_s).params()
@@ -340,7 +340,7 @@ class AsyncEngine(ABC, Generic[E]):
     ) -> list[ScoreOutput]:
         """Return the log-probability of each continuation of a prompt, as `LLMEngine.score` does.
 
-        Raises and is cancelled as `encode`.
+        Errors and cancellation are as for `encode`.
         """
         params = ReportTerms(priority, tenant, timeout_s).params()
         deadline = Deadline(params.timeout_s)
@@ -354,11 +354,11 @@ class AsyncEngine(ABC, Generic[E]):
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
+        """Return the tokenizer of transformers. Raises UsageError if the engine has no tokenizer."""
         return self.text.get_tokenizer()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Abort one request or several; each reader gets a last output. Ignore unknown ids."""
+        """Abort one request or several; each reader gets a last output. Unknown ids are ignored."""
         for each in ids_of(request_id):
             await self._abort(each)
 
@@ -366,20 +366,20 @@ class AsyncEngine(ABC, Generic[E]):
     async def _abort(self, request_id: str) -> None: ...
 
     async def stats(self) -> EngineStats:
-        """Return current counts of requests, blocks and tokens, and totals so far, of all engines."""
+        """Return current counts of requests, blocks and tokens, and totals so far, over all engines."""
         await self._attach()
         return EngineStats.total(await asyncio.gather(*(engine.ask() for engine in self._running())))
 
     @abstractmethod
     async def stats_by_engine(self) -> list[EngineStats]:
-        """Return the stats of each engine. Those of engines in other processes are at most a second old."""
+        """Return the stats of each engine. Stats of an engine in another process are at most a second old."""
 
     async def picture(self, replica: int) -> EnginePicture:
-        """Return a picture of an engine's next step, or of an idle engine.
+        """Return a picture of an engine's next step; of its present state if it is idle.
 
-        replica: its number, from 0.
+        replica: the engine's number, from 0.
 
-        Raises EngineDeadError if it has stopped, has left, or is replaced meanwhile.
+        Raises EngineDeadError if the engine has stopped, was removed, or is being replaced.
         """
         await self._attach()
         if replica >= len(self._engines):
@@ -397,22 +397,22 @@ class AsyncEngine(ABC, Generic[E]):
 
     @property
     def queued_tokens(self) -> list[int]:
-        """The tokens that wait in each engine that has not ended, as far as they are known.
+        """Return the number of tokens in the waiting requests of each running engine, as last reported.
 
-        Raises EngineDeadError if none is left.
+        Raises EngineDeadError if no engine is left.
         """
         return [engine.num_queued_tokens for engine in self._running()]
 
     @abstractmethod
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does."""
+        """Divide the engines' service among tenants by weight, as `LLMEngine.set_tenant_weights` does."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
 
     async def resize(self, replicas: int) -> None:
-        """Set the number of engines. Raises ConfigError for a change that this engine does not support."""
+        """Set the number of engines. Raises ConfigError if this class does not support the number."""
         if replicas != 1:
             raise ConfigError(
                 f"this engine runs in the process of its caller, and replicas must be 1, got {replicas}; "
@@ -420,33 +420,33 @@ class AsyncEngine(ABC, Generic[E]):
             )
 
     async def troubles(self) -> list[str]:
-        """Return why engines are not well: they hang, or are not replaced in time."""
+        """Return what is wrong with engines: which of them hang, or were not replaced in time."""
         await self._attach()
         await asyncio.sleep(0)  # what the sockets hold is read first
         return [engine.trouble for engine in self._running() if engine.trouble is not None]
 
     async def is_fit(self) -> bool:
-        """Return whether any engine serves, and has sent something lately."""
+        """Return whether at least one engine serves requests and has sent something lately."""
         await self._attach()
         await asyncio.sleep(0)
         return any(engine.is_fit for engine in self._running())
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a line about the model and its KV cache."""
+        """Describe the model and its KV cache in one line."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Abort all requests, whose readers get EngineDeadError, and end the engines."""
+        """Abort all requests and end the engines. Readers get EngineDeadError."""
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served. They are until `shutdown`, or until no engine is left."""
+        """Whether requests are served: until `shutdown`, or until no engine is left."""
         return any(engine.dead is None for engine in self._engines)
 
     @property
     def errored(self) -> bool:
-        """Whether a step has raised, or a process has ended."""
+        """Whether a step has raised, or an engine process has ended."""
         return any(engine.dead is not None and engine.dead.__cause__ is not None for engine in self._engines)
 
     @property
@@ -461,7 +461,8 @@ class AsyncEngine(ABC, Generic[E]):
         await asyncio.to_thread(self.shutdown)
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
-        """Bound the memory that the streams of one reader hold together, if it is held in this process.
+        """Limit the memory that the streams of one reader occupy together, if they occupy memory of this
+        process.
 
         is_whole: whether the reader sends everything together once all streams are finished.
         """
@@ -577,7 +578,7 @@ class AsyncEngine(ABC, Generic[E]):
 
 
 async def cooperatively(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items, and let the event loop run other tasks after every PARTS_OF_TURN of them."""
+    """Yield the items. After every PARTS_OF_TURN of them, let the event loop run other tasks."""
     for i, item in enumerate(items):
         if i and i % PARTS_OF_TURN == 0:
             await asyncio.sleep(0)
@@ -590,7 +591,7 @@ def check_interval(seconds: float) -> None:
 
 
 def next_publish_time(started: float, ended: float, stream_interval_s: float) -> float:
-    """Return the earliest time to publish new tokens again, when publishing took from `started` to `ended`.
+    """Return the earliest time to publish tokens again. The last publishing lasted from `started` to `ended`.
 
     Publishing then takes at most PUBLISH_SHARE of the time, and delays a token by at most stream_interval_s.
     """
@@ -598,31 +599,31 @@ def next_publish_time(started: float, ended: float, stream_interval_s: float) ->
 
 
 def is_parsed_quickly(prompt: object) -> bool:
-    """Return whether a prompt is parsed quickly enough to do so on the event loop."""
+    """Return whether parsing a prompt is quick enough to be done on the event loop."""
     parts = [*prompt.values()] if isinstance(prompt, Mapping) else [prompt]
     return sum(len(part) for part in parts if isinstance(part, Sized)) <= MOST_AT_ONCE
 
 
 def is_compiled_quickly(params: SamplingParams) -> bool:
-    """Return whether parameters are compiled quickly enough not to delay other requests."""
+    """Return whether compiling the parameters is too quick to delay other requests."""
     if params.structured_outputs is not None or params.dry_multiplier:
         return False
     return sum(map(len, (*params.stop, *params.bad_words))) <= MOST_AT_ONCE
 
 
 class Deadline:
-    """The time at which a request's timeout_s has passed, counted from now; None sets no limit."""
+    """The time at which a request's timeout_s ends, counted from now. A timeout_s of None sets no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._at = None if timeout_s is None else time.monotonic() + timeout_s
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left of timeout_s."""
+        """The seconds left until the deadline; None without a limit."""
         return None if self._at is None else max(self._at - time.monotonic(), LEAST_TIMEOUT_S)
 
     async def wait_for(self, awaitable: Awaitable[T]) -> T:
-        """Return the result of an awaitable. Raises RequestTimeoutError if it takes too long."""
+        """Return the result of an awaitable. Raises RequestTimeoutError if the deadline passes first."""
         waiting = asyncio.timeout(self.left_s)
         try:
             async with waiting:

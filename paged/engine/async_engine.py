@@ -30,22 +30,21 @@ class _ExplainsMissing(ExplainsMissing, ABCMeta):
 class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     """Serves one model to coroutines, with the options of `LLMEngine`.
 
-    >>> async with AsyncLLMEngine("demo") as engine:
-    ...     async for output in engine.generate("def add(a, b):", SamplingParams(max_tokens=16)):
-    ...         print(output.outputs[0].text)
+    >>> async with AsyncLLMEngine("demo") as engine: ...     async for output in engine.generate("def add(a,
+    b):", SamplingParams(max_tokens=16)): ...         print(output.outputs[0].text)
 
     A thread owns the engine and steps it while there is work. Callers may run on several event loops and
-    threads. A slow reader delays no other: in its mailbox a new cumulative output replaces an unread one, and
-    the next delta holds all tokens since the last.
+    threads. A slow reader does not delay other readers: a new cumulative output replaces its unread one, and
+    its next delta holds all tokens since the last delta.
 
-    stream_interval_s: longest time in seconds for which tokens are held back to be shown together. They are
-        held back only where steps are so short and readers so many that showing each token by itself would
-        take more than one percent of the time. 0 never holds tokens back. The first token, the end, and
-        tokens that precede a step with prompts to compute are never held back.
+    stream_interval_s: maximum time in seconds for which tokens are held back to be published together. They
+        are held back only if publishing each token by itself would take more than one percent of the time, as
+        with short steps and many readers. 0 never holds tokens back. The first token, the last output, and
+        tokens before a step that computes prompts are never held back.
 
-    If a step raises, the engine stops: this and every later call raises EngineDeadError, whose __cause__ is
-    the step's error, all requests are aborted and their blocks freed. Make a new engine to go on. (After such
-    an error `LLMEngine.step` can be called again and computes the requests anew.)
+    If a step raises, the engine stops. Every current and later call raises EngineDeadError with the step's
+    error as its __cause__; all requests are aborted and their blocks freed. Make a new engine to go on.
+    (`LLMEngine.step`, in contrast, can be called again after an error and recomputes the requests.)
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does.
     """
@@ -56,12 +55,12 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an engine with the options of a config, of `EngineArgs` or `EngineConfig`."""
+        """Make an engine from an `EngineArgs` or `EngineConfig`."""
         return cls(**options_of(engine_args))
 
     @classmethod
     def from_engine(cls, engine: LLMEngine, *, stream_interval_s: float = STREAM_INTERVAL_S) -> Self:
-        """Take over an engine, which must not be used in any other way until `shutdown`.
+        """Take over an engine. Until `shutdown`, nothing else may use it.
 
         Raises UsageError if the engine has unfinished requests.
         """
@@ -95,11 +94,11 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
             await self.call(lambda engine: engine.abort_request(request_id))
 
     async def stats_by_engine(self) -> list[EngineStats]:
-        """Return the stats of each engine, here of one."""
+        """Return the stats of each engine: a list of one."""
         return [await self.stats()]
 
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engine among tenants by these weights, as `LLMEngine.set_tenant_weights` does."""
+        """Divide the engine's service among tenants by weight, as `LLMEngine.set_tenant_weights` does."""
         await self.call(lambda engine: engine.set_tenant_weights(weights))
 
     async def reset_prefix_cache(self) -> None:
@@ -107,11 +106,11 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         await self.call(LLMEngine.reset_prefix_cache)
 
     def describe(self) -> str:
-        """Return a line about the model and its KV cache."""
+        """Describe the model and its KV cache in one line."""
         return self._thread.engine.describe()
 
     def shutdown(self) -> None:
-        """Abort all requests, whose readers get EngineDeadError, and end the thread after its step."""
+        """Abort all requests and end the thread after its step. Readers get EngineDeadError."""
         self._finalizer()
         self._thread.stop()
         if self._own_engine is not None:

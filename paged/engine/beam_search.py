@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
-    """A continuation that was found.
+    """A continuation that a beam search found.
 
     tokens: the prompt and the generated tokens, including a final EOS.
     cum_logprob: sum of the log-probabilities of the generated tokens.
@@ -45,7 +45,7 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The continuations of a prompt, best score first; none where `error` gives the reason."""
+    """The continuations of a prompt, best score first; if there are none, `error` gives the reason."""
 
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
@@ -62,10 +62,10 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """A live continuation.
+    """A continuation that is still being extended.
 
-    request: computes its next token.
-    children: its likeliest candidates, once that token is computed.
+    request: the request that computes its next token.
+    children: its most likely candidates, once the next token is computed.
     """
 
     request: Request
@@ -78,11 +78,11 @@ class Beam:
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt and the tokens so far, without the token that its request has drawn by itself."""
+        """The prompt and the beam's tokens so far, without the token that `request` drew by itself."""
         return self.request.token_ids[: self.num_tokens]
 
     def collect(self) -> bool:
-        """Read the candidates from the request. Return whether there are new ones."""
+        """Read the candidates from the request. Return whether there are new candidates."""
         if self.children or self.request.num_tokens == self.num_tokens:
             return False
         # The request's own token comes first.
@@ -93,7 +93,7 @@ class Beam:
 
 
 class BeamGroup:
-    """The beam search for one prompt: its live beams, its finished ones, and the rule for stopping."""
+    """The beam search for one prompt: live beams, finished beams, and the rule for stopping."""
 
     def __init__(self, params: BeamSearchParams, root: Request, eos_token_ids: frozenset[int]) -> None:
         self.params = params
@@ -106,10 +106,11 @@ class BeamGroup:
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """Return the next beams, chosen from the children of all present beams; none when the search is over.
+        """Choose the next beams from the children of all live beams. Return an empty list when the search is
+        over.
 
-        As in transformers, only the best beam_width candidates may end with EOS. Candidates that do not end
-        go on.
+        As in transformers, a candidate may end with EOS only if it is among the best beam_width. The best
+        candidates that do not end become the next beams.
         """
         params = self.params
         width = self.params.beam_width
@@ -154,9 +155,9 @@ class BeamGroup:
 
 
 class BeamSearch:
-    """The beam searches for several prompts, beside other requests of the scheduler.
+    """The beam searches for several prompts. Other requests may run at the same time.
 
-    As many searches run at once as keep all their beams within max_num_seqs. `abort` ends all of them.
+    As many searches run at once as keep all their beams within max_num_seqs.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
@@ -210,7 +211,7 @@ class BeamSearch:
         self._unstarted.append(self.groups[-1])
 
     def run(self, step: Callable[[], object]) -> Iterator[BeamGroup]:
-        """Run steps until all searches are over. Yield each search when it is over."""
+        """Run steps until all searches are over. Yield each search as soon as it is over."""
         while self._active or self._unstarted:
             while self._unstarted and len(self._active) < self._most_active:
                 group = self._unstarted.popleft()

@@ -29,11 +29,12 @@ CANDIDATES_ALONE = 2 * CANDIDATES_OF_STEP  # requests may come meanwhile
 
 
 class EngineCore:
-    """The requests and the step that `LLMEngine`, `generation` and the async engine share. Not thread-safe.
+    """The unfinished requests, and the step that advances them. `LLMEngine`, `generation` and the async
+    engine share a core, which is not thread-safe.
 
     groups: the unfinished requests by id.
     outbox: receives the outputs of requests that were added without an outbox of their own.
-    dead: the error of every further step, once the GPU or a process of the model has failed.
+    dead: the error that every further step raises, once the GPU or a process of the model has failed.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class EngineCore:
     ) -> list[Request]:
         """Run one step. Return the requests that got a token or an error.
 
-        Every request that finished is published.
+        Finished requests are published.
 
-        outbox: publish to it also the unfinished requests that got a token and belong to it.
-        on_schedule: called with what the step computes, before it is computed.
+        outbox: unfinished requests that got a token are also published if this is their outbox.
+        on_schedule: called with the schedule before the step computes it.
 
-        Raises EngineDeadError if the GPU or a process of the model has failed, once the requests that
-        finished before are published.
+        Raises EngineDeadError if the GPU or a process of the model has failed; earlier finished requests are
+        published first.
         """
         if self.dead is not None:
             return self._publish_last()
@@ -129,9 +130,10 @@ class EngineCore:
         return []
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put an output into the outbox of each finished request, and of each of `groups` that wants one.
+        """Put an output into the outbox of each finished request, and of each request in `groups` that wants
+        an output.
 
-        A request whose log-probabilities are not all decoded yet is left for a later step.
+        If a request's log-probabilities are not all decoded yet, it is published after a later step.
         """
         finished = [group for group in self._finished if group not in self._undecoded]
         for group in dict.fromkeys([*groups, *finished]):
@@ -171,7 +173,7 @@ class EngineCore:
         return num >= bound
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
-        """Yield the unfinished group of each sample."""
+        """Yield the group of each request that is unfinished."""
         return (self.groups[r.request_id] for r in requests if r.request_id in self.groups)
 
     def _groups_in(self, outbox: Outbox | None, requests: list[Request]) -> Iterable[RequestGroup]:
@@ -200,7 +202,7 @@ class EngineCore:
             raise self.dead from self.dead.__cause__
 
     def check(self) -> None:
-        """Notice processes of the model that have ended while no step ran. Raises EngineDeadError."""
+        """Detect processes of the model that ended between steps. Raises EngineDeadError."""
         if self.dead is None:
             try:
                 self.runner.check()
@@ -259,9 +261,9 @@ class EngineCore:
         return next(i for i in map(str, self._ids) if i not in self.groups)
 
     def add(self, request_id: str, spec: RequestSpec, outbox: Outbox | None = None) -> None:
-        """Make a request and queue it.
+        """Make a request and add it to the queue.
 
-        Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
+        Raises RequestError if anything is wrong, QueueFullError if max_waiting requests are already waiting.
         """
         self._queue(self._made(request_id, spec), outbox)
 
@@ -275,7 +277,7 @@ class EngineCore:
                 raise
 
     def enqueue(self, group: RequestGroup) -> None:
-        """Hand a registered request to the scheduler. Raises QueueFullError if max_waiting wait already."""
+        """Add a registered request to the scheduler. Raises QueueFullError if max_waiting already wait."""
         first = group.samples[0]
         for sample in (first, *(() if first.siblings else group.samples[1:])):
             self.scheduler.add(sample)
@@ -284,9 +286,9 @@ class EngineCore:
     def add_report(
         self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, outbox: Outbox
     ) -> Request:
-        """Queue a prompt for a report on it alone. Return the request, which is to hold the report.
+        """Queue a request that only reports on its prompt. Return the request; it will hold the report.
 
-        Raises RequestError if anything is wrong, QueueFullError if max_waiting requests wait already.
+        Raises RequestError if anything is wrong, QueueFullError if max_waiting requests are already waiting.
         """
         self._check_id(request_id)
         group = self.factory.new_report(request_id, spec, terms, self.scheduler.clock())
@@ -294,7 +296,7 @@ class EngineCore:
         return group.samples[0]
 
     def new_group(self, request_id: str, spec: RequestSpec, outbox: Outbox | None = None) -> RequestGroup:
-        """Make and register a request that the scheduler has not got yet.
+        """Make and register a request, without adding it to the scheduler.
 
         Raises RequestError if anything is wrong.
         """
@@ -307,7 +309,7 @@ class EngineCore:
         return self.factory.new_group(request_id, spec, self.scheduler.clock())
 
     def register(self, group: RequestGroup, outbox: Outbox | None = None) -> None:
-        """Make a request known by its id. Its outputs go to `outbox`, by default the core's."""
+        """Register an unfinished request by its id. Its outputs go to `outbox`, by default the core's."""
         group.outbox = self.outbox if outbox is None else outbox
         self.groups[group.request_id] = group
         if group.samples[0].inputs.params.stop:
@@ -325,7 +327,7 @@ class EngineCore:
         params: SamplingParams | None,
         outbox: Outbox | None = None,
     ) -> str:
-        """Duplicate an unfinished request; see `LLMEngine.fork`. Its outputs go to `outbox`."""
+        """Duplicate an unfinished request; see `LLMEngine.fork`. The fork's outputs go to `outbox`."""
         parent = self.forkable(request_id).samples[0]
         new_request_id = self.next_id() if new_request_id is None else new_request_id
         self._check_id(new_request_id)
@@ -338,7 +340,7 @@ class EngineCore:
         return new_request_id
 
     def forkable(self, request_id: str) -> RequestGroup:
-        """Return an unfinished request of one sample, which can be forked. Raises RequestError for others."""
+        """Return an unfinished request that can be forked: it has one sample. Raises RequestError."""
         group = self._unfinished(request_id)
         if group is None or group.finished:
             raise RequestError(f"there is no unfinished request {request_id!r} to fork")
@@ -356,7 +358,10 @@ class EngineCore:
                 self._abort(group)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """Let a request whose reader is slow compute nothing, or go on again. Ignore an unknown id."""
+        """Hold a request, so that it computes nothing while its reader is slow, or release it.
+
+        Unknown ids are ignored.
+        """
         group = self._unfinished(request_id)
         if group is not None:
             change = self.scheduler.hold if is_held else self.scheduler.release
@@ -381,7 +386,7 @@ class EngineCore:
         self._forget(group)
 
     def longest(self) -> int:
-        """Return the most tokens that an unfinished request may have, also one that is read ahead."""
+        """Return the maximum number of tokens of any unfinished request, including requests read ahead."""
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 
@@ -394,11 +399,11 @@ class EngineCore:
         return bool(self._finished or self._in_flight) or self.scheduler.has_unfinished()
 
     def has_runnable(self) -> bool:
-        """Return whether there is anything to publish, or to compute that is not held."""
+        """Return whether there is anything to publish, or any request to compute that is not held."""
         return bool(self._finished or self._in_flight) or self.scheduler.has_runnable()
 
     def waits_for_masks(self) -> bool:
-        """Return whether a step that computes nothing waits for masks, so that its caller need not."""
+        """Return whether a step without work waits for masks by itself, so that its caller need not wait."""
         return bool(self._waits)
 
     def has_unfinished(self) -> bool:

@@ -16,10 +16,10 @@ def find_draft_model(
 ) -> DraftCheckpoint | None:
     """Return the checkpoint of the draft model; None if there is none.
 
-    target, tokenizer: the config and the tokenizer of the model that it drafts for. Without a tokenizer only
-        the sizes of vocabularies are compared.
+    target, tokenizer: config and tokenizer of the model to draft for. Without a tokenizer, only the sizes of
+        the vocabularies are compared.
 
-    Raises ConfigError for a model with other tokens or an embedding model, and CheckpointError or
+    Raises ConfigError for a draft model that has other tokens or makes embeddings, and CheckpointError or
     UnsupportedModelError for one that cannot be read. No weights are read.
     """
     speculation = config.speculation

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt; None where `error` gives the reason."""
+    """The embedding of a prompt; None if there is none, and `error` gives the reason."""
 
     embedding: list[float] | None
     error: str | None = None
@@ -29,7 +29,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A prompt and its embedding, `outputs.embedding`. The other fields are those of RequestOutput."""
+    """A prompt and its embedding, `outputs.embedding`. The other fields are as in RequestOutput."""
 
     request_id: str
     prompt: str | None
@@ -42,7 +42,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """How a caller wants embeddings; see `LLMEngine.embed`. None takes the checkpoint's setting."""
+    """The options of a call for embeddings; see `LLMEngine.embed`. None takes the checkpoint's setting."""
 
     pooling: Pooling | None = None
     normalize: bool | None = None
@@ -52,7 +52,7 @@ class EmbeddingOptions:
     def each(self, params: Any, count: int) -> list[EmbeddingOptions]:
         """Return the options of each of `count` prompts.
 
-        params: `PoolingParams`, one for all or one for each.
+        params: `PoolingParams`, one for all prompts or one for each.
 
         Raises RequestError if params are something else, or contradict the options.
         """
@@ -122,7 +122,7 @@ class EmbeddingOptions:
 
 
 class Embedder:
-    """Makes the requests for embeddings of one call. Raises RequestError if an option is wrong."""
+    """Makes the requests of one call for embeddings. Raises RequestError if an option is wrong."""
 
     def __init__(self, text: ModelText, parser: PromptParser, options: EmbeddingOptions) -> None:
         self._settings = settings = text.embedding
@@ -187,9 +187,9 @@ class Embedder:
 
 
 class EmbeddingReport(PromptReport):
-    """A report that turns hidden states into a vector.
+    """A report on a prompt that turns its hidden states into a vector.
 
-    head: maps the mean of the rows to the vector; None leaves the mean.
+    head: maps the mean of the hidden states to the vector; None keeps the mean.
     """
 
     __slots__ = ("head",)
@@ -198,10 +198,10 @@ class EmbeddingReport(PromptReport):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """A request for the embedding of a prompt. A `ReportSpec`.
+    """The `ReportSpec` for the embedding of a prompt.
 
     dimensions: the size that the vector is cut to; None keeps its size.
-    first: the first token that "mean" and "cls" read.
+    first: the first token that pooling "mean" and "cls" reads.
     """
 
     prompt: ParsedPrompt
@@ -211,7 +211,7 @@ class EmbeddingSpec:
     first: int = 0
 
     def report(self, text: ModelText) -> PromptReport:
-        """Return a new report, on the positions whose hidden states are averaged."""
+        """Return a new report on the positions whose hidden states are averaged."""
         end = len(self.prompt.token_ids)
         start = end - 1 if self.pooling == "last" else self.first
         report = EmbeddingReport(start, start + 1 if self.pooling == "cls" else end)
@@ -249,5 +249,5 @@ class EmbeddingSpec:
 
 
 def without_text(spec: EmbeddingSpec) -> EmbeddingSpec:
-    """Return a request without its text, which need not travel to another process and back."""
+    """Return a copy of the spec without its text, which another process does not need."""
     return replace(spec, prompt=replace(spec.prompt, text=None))

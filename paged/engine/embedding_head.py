@@ -14,9 +14,9 @@ from ..checkpoints.safetensors_file import SafetensorsFile
 class EmbeddingHead:
     """Turns pooled vectors into embeddings, in float32 on the CPU, as sentence-transformers does.
 
-    It takes one vector at a time, so that a vector's bits do not depend on others.
+    It handles one vector at a time, so that a result's bits do not depend on other vectors.
 
-    Raises CheckpointError for weights that are missing or of another shape.
+    Raises CheckpointError for weights that are missing or have the wrong shape.
     """
 
     def __init__(self, settings: EmbeddingSettings) -> None:

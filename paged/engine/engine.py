@@ -124,11 +124,11 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> outputs = engine.generate(["def add(a, b):"], SamplingParams(temperature=0, max_tokens=16))
     >>> print(outputs[0].outputs[0].text)
 
-    The methods take the arguments of vLLM's `LLM` in its order. Those without effect, as tokenization_kwargs,
-    are accepted at values that change nothing here; docs/vllm-names.md lists them.
+    The methods take the arguments of vLLM's `LLM`, in the same order. Arguments without effect here, such as
+    tokenization_kwargs, are accepted only with values that change nothing; docs/vllm-names.md lists them.
 
-    On a GPU, making an engine keeps cuBLAS from adding partial sums in bfloat16 or float16, for the whole
-    process: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction becomes False, as for fp16.
+    On a GPU, making an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the
+    same option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError. Not thread-safe.
     """
@@ -206,7 +206,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an engine with the options of a config, of `EngineArgs` or `EngineConfig`."""
+        """Make an engine from an `EngineArgs` or `EngineConfig`."""
         return cls(**options_of(engine_args))
 
     def __repr__(self) -> str:
@@ -223,30 +223,31 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     @property
     def llm_engine(self) -> Self:
-        """The engine itself, which in vLLM is another object than `LLM`."""
+        """The engine itself. In vLLM, `LLM` and its `llm_engine` are two objects."""
         return self
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers. Raises UsageError if the engine has none."""
+        """Return the tokenizer of transformers. Raises UsageError if the engine has no tokenizer."""
         return self.text.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests without any: from generation_config.json, or the defaults."""
+        """Return the sampling parameters for requests without any. generation_config.json may set them."""
         return self.params_of({})
 
     def params_of(
         self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
     ) -> SamplingParams:
-        """Return SamplingParams(**given), with the engine's defaults for what is not given.
+        """Return SamplingParams(**given), with the engine's defaults for the other parameters.
 
-        max_tokens: the default where generation_config.json has no max_new_tokens.
+        max_tokens: the default if generation_config.json has no max_new_tokens.
         """
         return self.text.params_of(given, max_tokens)
 
     def shutdown(self) -> None:
-        """End the other processes of a model over several. No step can run any more.
+        """End the other processes of a model over several processes. No step can run any more.
 
-        `with LLMEngine(...) as engine:` does it at its end. The memory is free once the engine is collected.
+        `with LLMEngine(...) as engine:` calls this at its end. Memory is freed once the engine object is
+        collected.
         """
         self._end_ranks()
         self.core.dead = self.core.dead or EngineDeadError("the engine was shut down; make a new one")
@@ -258,7 +259,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.shutdown()
 
     def describe(self) -> str:
-        """Return a line about the model and its KV cache."""
+        """Describe the model and its KV cache in one line."""
         runner = self.runner
         draft = runner.draft_model
         drafts = "" if draft is None else f"; drafts by {draft.config.architecture}"
@@ -271,7 +272,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return f"{model} in {runner.describe()}{drafts}; {runner.kv_cache.describe()}"
 
     def stats(self) -> EngineStats:
-        """Return current counts of requests, blocks and tokens, and totals so far."""
+        """Return the current counts of requests, blocks and tokens, and the totals so far."""
         from ..scheduler.stats import EngineStats
 
         runner = self.runner
@@ -291,11 +292,11 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     @property
     def chat_templates(self) -> ChatTemplates:
-        """The chat templates of the tokenizer. Raises RequestError if the engine has none."""
+        """The chat templates of the tokenizer. Raises RequestError if the engine has no tokenizer."""
         return self.text.chat_templates
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
-        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`."""
+        """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`."""
         return self.text.render_chat(messages, **template)
 
     # Many prompts at once
@@ -317,17 +318,18 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> list[RequestOutput]:
         """Complete all prompts. Return their outputs in the order of the prompts.
 
-        prompts: one or an iterable of them. Each is text, a list of token ids, or a dict with "prompt" or
-            "prompt_token_ids" and optionally "cache_salt": only prompts of the same salt share cached blocks.
+        prompts: one prompt or an iterable of prompts. A prompt is text, a list of token ids, or a dict with
+            "prompt" or "prompt_token_ids" and optionally "cache_salt": only prompts with the same salt share
+            cached blocks.
         sampling_params: one for all, one per prompt, or None for `get_default_sampling_params()`.
         prompt_token_ids: one prompt or several as token ids, in place of `prompts`.
-        priority, timeout_s: replace those of sampling_params; one for all or one per prompt.
+        priority, timeout_s: override the fields of sampling_params; one for all or one per prompt.
         tenant: see `add_request`; one for all or one per prompt.
         lora_request: the LoRA adapter, of an engine with enable_lora; one for all or one per prompt.
-        use_tqdm: whether to show progress, or the class of the bar.
+        use_tqdm: whether to show progress, or the class of the progress bar.
 
-        Raises RequestError if a prompt or parameter is wrong: before anything runs if it is among the first
-        `generation.WINDOW` prompts, otherwise once the prompts before it are done.
+        Raises RequestError if a prompt or parameter is wrong: before anything runs if the prompt is among the
+        first `generation.WINDOW`, otherwise once the prompts before it are done.
         """
         check_call(
             "generate",
@@ -352,13 +354,14 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of `generate` one by one, for more prompts than memory holds.
 
-        ordered: yield them in the order of the prompts; False yields each when its last token is there, so
-            that a job can save it at once. Ids rise in the order of the prompts, from 0 in a new engine.
+        ordered: True yields outputs in the order of the prompts; False yields each output as soon as it is
+            finished, so that a job can save it at once. Request ids rise in the order of the prompts, from 0
+            in a new engine.
 
-        Prompts and parameters are read a bounded number ahead of the yielded outputs. A wrong prompt raises
-        RequestError when the outputs before it have been yielded, and so does an iterable of parameters that
-        is longer or shorter than the prompts. timeout_s counts from when its prompt is read. Closing or
-        collecting the iterator aborts the unfinished requests.
+        Prompts and parameters are read only a bounded number ahead of the yielded outputs. For a wrong
+        prompt, RequestError is raised once the outputs before it have been yielded; likewise if the numbers
+        of prompts and parameters differ. timeout_s counts from when the prompt is read. Closing or collecting
+        the iterator aborts the unfinished requests.
         """
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
         generate = (
@@ -377,8 +380,8 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> Iterator[RequestOutput]:
         """Yield, after each step, an output of each request that got a token.
 
-        What an output holds is set by output_kind: all text so far, the new text, or all text at the end
-        only. request_id tells requests apart: ids rise in the order of the prompts. Otherwise as
+        output_kind sets what an output holds: all text so far, the new text, or all text at the end only.
+        request_id tells requests apart: ids rise in the order of the prompts. Everything else is as in
         `generate_iter`.
         """
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
@@ -402,16 +405,19 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> list[EmbeddingRequestOutput]:
         """Embed all prompts: `outputs.embedding` of each is a list of floats.
 
-        What is not given is as the checkpoint says, in the files of sentence-transformers or as pooling_type
-        of a GGUF file; where it says nothing, the last token's vector is normalized.
+        Options that are not given come from the checkpoint: from the files of sentence-transformers, or from
+        pooling_type in a GGUF file. If the checkpoint says nothing, the embedding is the normalized vector of
+        the last token.
 
-        pooling_params: dimensions, and normalize under vLLM's name; one for all prompts, or one for each.
+        pooling_params: dimensions, and normalize under vLLM's name use_activation; one for all prompts, or
+            one for each.
         pooling: "last" takes the final hidden state of the last token, "mean" the mean over all tokens, "cls"
-            that of the first token. Final hidden states are the model's after its last norm, as transformers'
-            last_hidden_state.
+            the final hidden state of the first token. Final hidden states are taken after the model's last
+            norm, as in transformers' last_hidden_state.
         normalize: scale each embedding to a Euclidean norm of 1.
-        dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
-        prompt_name: of the checkpoint's prompts, the one to put before each text; "" puts none.
+        dimensions: keep this many numbers from the start of the embedding and normalize them again
+            (matryoshka embeddings).
+        prompt_name: the name of the checkpoint's prompt to put before each text; "" puts none.
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
@@ -480,10 +486,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         tenant: str = "",
         **vllm: Any,
     ) -> list[ScoreOutput]:
-        """Return the log-probability of each continuation of a prompt, whose KV is shared by prefix caching.
+        """Return the log-probability of each continuation of a prompt. The continuations share the prompt's
+        KV by prefix caching.
 
-        continuations: text or token ids. Prompt and continuation are tokenized separately, the latter without
-            special tokens, so a space between the two must be part of one of them.
+        continuations: texts or lists of token ids. Prompt and continuation are tokenized separately, the
+            continuation without special tokens, so a space between them must be part of one of the two.
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
@@ -556,15 +563,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         timeout_s: float | Sequence[float] | None = None,
         **vllm: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or each of a list, rendered by the checkpoint's chat template.
+        """Answer one conversation or a list of conversations, rendered by the checkpoint's chat template.
 
-        `message` of an output is its answer in OpenAI's form: content, reasoning and tool_calls, as the
-        format of the model marks them. `text` is what the model wrote.
+        An output's `message` is the answer in OpenAI's form: content, reasoning and tool_calls, as the
+        model's format marks them. Its `text` is what the model wrote.
 
-        messages: dicts with "role" and "content", which is text or a list of {"type": "text", "text": ...};
-            "tool_calls" and other keys that the template knows are passed to it.
-        tools: JSON schemas of functions that the model may call. Messages describe them if the template does
-            not show them.
+        messages: dicts with "role" and "content"; content is text or a list of {"type": "text", "text": ...}.
+            Other keys, such as "tool_calls", are passed to the template.
+        tools: JSON schemas of functions that the model may call. If the template cannot show tools, messages
+            describe them.
         add_generation_prompt: end the prompt with the header of an answer.
         continue_final_message: let the model continue the last message instead of answering it.
         chat_template: a Jinja template to use instead of the checkpoint's, the name of one of several that
@@ -572,7 +579,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         chat_template_kwargs: more variables for the template.
         priority, tenant, timeout_s, use_tqdm: see `generate`.
 
-        Raises RequestError, before anything runs, if an argument is wrong or the template refuses it.
+        Raises RequestError, before anything runs, if an argument is wrong or the template refuses a
+        conversation.
         """
         from ..text.chat_template import conversations_of
 
@@ -631,20 +639,20 @@ class LLMEngine(metaclass=ExplainsMissing):
         generated_token_ids: Sequence[int] = (),
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """Queue one prompt, to be advanced by `step`.
+        """Queue one prompt; calls of `step` advance it.
 
-        priority, timeout_s: replace those of sampling_params. timeout_s is in seconds from now.
-        tenant: the account that is charged, for scheduling_policy "fair".
-        generated_token_ids: the output so far, from another engine, after which the request goes on. With the
-            seed that the other engine used, the tokens are those that it would have generated. Deltas hold
-            only new tokens and text. One sample, no log-probabilities.
+        priority, timeout_s: override the fields of sampling_params. timeout_s is in seconds from now.
+        tenant: the account that is charged under scheduling_policy "fair".
+        generated_token_ids: the output so far, if another engine began the request. With the other engine's
+            seed, this engine generates the tokens that the other would have generated. Deltas hold only new
+            tokens and text. Such a request has one sample and no log-probabilities.
 
-        All validation happens here, so the prompt is tokenized and a grammar compiled before this returns. A
-        grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and none if it was used lately.
-        No step runs meanwhile; in `AsyncLLMEngine` steps go on.
+        All validation happens here, so this call tokenizes the prompt and compiles a grammar. Compiling a
+        grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and no time if the grammar was
+        used lately. No step runs during the call; in `AsyncLLMEngine`, steps go on.
 
         Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
-        requests wait already.
+        requests are already waiting.
         """
         spec = RequestSpec(
             prompt,
@@ -665,19 +673,18 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> str:
         """Duplicate an unfinished request: both continue after its newest token, and share its blocks so far.
 
-        new_request_id: by default the next number. Return it.
-        sampling_params: by default the request's, with a seed of the fork's own. timeout_s counts from now;
-            without one the fork has the request's deadline, and without a priority the request's. Other stop
-            strings than the request's apply to new text. Another grammar is compiled here, as in
-            `add_request`.
+        new_request_id: by default the next number. The call returns it.
+        sampling_params: by default the request's, with a new seed for the fork. timeout_s counts from now;
+            without timeout_s or priority, the fork has the request's deadline or priority. New stop strings
+            apply to new text only. A new grammar is compiled here, as in `add_request`.
 
-        Raises RequestError if there is no such request, it has several samples, the new id is in use, or a
-        parameter is wrong.
+        Raises RequestError if there is no such request, if it has several samples, if the new id is in use,
+        or if a parameter is wrong.
         """
         return self.core.fork(request_id, new_request_id, sampling_params)
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """End one request or several, and free their blocks. Do nothing for ids of no unfinished request."""
+        """End one request or several, and free their blocks. Ignore ids of finished or unknown requests."""
         for each in ids_of(request_id):
             self.core.abort(each)
 
@@ -686,7 +693,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return self.core.has_unfinished()
 
     def unfinished(self) -> list[RequestOutput]:
-        """Return all unfinished requests so far, with every token whatever their output_kind.
+        """Return the outputs so far of all unfinished requests, with every token regardless of output_kind.
 
         Another engine can resume such a request from its prompt_token_ids and outputs[i].token_ids.
         """
@@ -695,21 +702,22 @@ class LLMEngine(metaclass=ExplainsMissing):
     def step(self) -> list[RequestOutput]:
         """Run one step. Return an output of each request that got a token or finished.
 
-        What an output holds is set by output_kind. Requests of `generate_iter` and `stream` advance too, but
-        their outputs go to those iterators.
+        output_kind sets what an output holds. Requests of `generate_iter` and `stream` advance too, but their
+        outputs go to those iterators.
 
-        If the step raises, no request is lost: the next call computes again what was not finished. Cached and
-        pinned prefixes are forgotten. Ctrl-C waits for the end of the step, whose outputs the next call
-        returns; a second Ctrl-C acts at once.
+        If the step raises, no request is lost: the next call recomputes the unfinished work. Cached and
+        pinned prefixes are forgotten. Ctrl-C waits for the end of the step, and the next call returns the
+        step's outputs; a second Ctrl-C acts at once.
 
-        Raises EngineDeadError if the GPU or a process of the model has failed: no step can run any more, and
-        `unfinished` returns what is left.
+        Raises EngineDeadError if the GPU or a process of the model has failed. No step can run any more, and
+        `unfinished` returns the requests that are left.
         """
         self.core.step(self.core.outbox)
         return self.core.outbox.take()
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engine among tenants by these weights from now on, and by 1 for those without.
+        """Divide the engine's service among tenants by these weights from now on. Other tenants have weight
+        1.
 
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
@@ -753,13 +761,15 @@ class LLMEngine(metaclass=ExplainsMissing):
     # Prefixes
 
     def pin_prefix(self, prompt: Prompt) -> int:
-        """Compute the KV of a prompt's full blocks where needed, and keep it cached. Return how many tokens.
+        """Compute a prompt's KV if needed, and keep its full blocks in the cache. Return their number of
+        tokens.
 
-        Pinned until `unpin_prefix`, `reset_prefix_cache`, or a step that raises, after which the contents of
-        blocks are unknown.
+        The blocks stay pinned until `unpin_prefix` or `reset_prefix_cache` is called, or a step raises; after
+        an error the contents of blocks are unknown.
 
-        Raises RequestError if the prompt fills no block, its blocks do not stay cached, or they do not fit
-        beside the unfinished requests; UsageError if it is pinned already or there is no prefix cache.
+        Raises RequestError if the prompt fills no block, if its blocks do not stay cached, or if the
+        unfinished requests leave too little room for them; UsageError if the prompt is pinned already or
+        there is no prefix cache.
         """
         self._require_prefix_cache()
         from . import prefixes
@@ -767,7 +777,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.pin(self.core, prompt)
 
     def unpin_prefix(self, prompt: Prompt) -> None:
-        """Let the blocks of a pinned prompt be evicted. Raises UsageError if it is not pinned."""
+        """Allow the blocks of a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
         from . import prefixes
 
         prefixes.unpin(self.core, prompt)
@@ -775,9 +785,9 @@ class LLMEngine(metaclass=ExplainsMissing):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False, **vllm: Any
     ) -> None:
-        """Forget all cached prefixes, also pinned ones. Running requests keep their blocks.
+        """Forget all cached prefixes, including pinned ones. Running requests keep their blocks.
 
-        The arguments are those of vLLM's method, at values that change nothing here.
+        The arguments of vLLM's method are accepted with values that change nothing here.
         """
         check_call(
             "reset_prefix_cache",
@@ -788,10 +798,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.block_manager.reset_prefix_cache()
 
     def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
-        """Write the cached blocks, or those of one prompt, to a safetensors file. Return how many blocks.
+        """Write all cached blocks, or the blocks of one prompt, to a safetensors file. Return how many.
 
-        Raises RequestError if there are none or the file cannot be written, UsageError if there is no prefix
-        cache.
+        Raises RequestError if no blocks are cached or the file cannot be written, UsageError if there is no
+        prefix cache.
         """
         self._require_prefix_cache()
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
@@ -802,7 +812,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         )
 
     def load_prefix(self, path: str | Path) -> int:
-        """Load blocks that `save_prefix` wrote until no block is free. Return how many.
+        """Load blocks from a file of `save_prefix`, as many as there are free blocks. Return how many.
 
         Raises CheckpointError if the file is damaged or from another model, dtype or block size; UsageError
         if there is no prefix cache.
@@ -814,7 +824,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what KV depends on besides the tokens: the model, its weights and the dtypes."""
+        """A hash of everything that KV depends on besides the tokens: model, weights and dtypes."""
         dtypes = (self.runner.dtype, self.config.quantization, self.runner.kv_dtype)
         from . import prefixes
 

@@ -26,10 +26,10 @@ _END = object()
 
 
 class RequestSource(Iterator[RequestSpec]):
-    """The requests of one call, read one by one: prompts, and parameters given once or one per prompt.
+    """The requests of one call, read one by one: prompts, with parameters given once or per prompt.
 
-    Raises RequestError if the number of parameters differs from that of prompts: at once if both have a
-    length, otherwise when the shorter one ends.
+    Raises RequestError if the numbers of parameters and prompts differ: at once if both have a length,
+    otherwise when the shorter iterable ends.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class RequestSource(Iterator[RequestSpec]):
 
 
 class Generation:
-    """The requests of one call while an engine runs them. A context manager that aborts what is left.
+    """The requests of one call while an engine runs them. A context manager that aborts unfinished requests
+    at its end.
 
-    At most `window` prompts are in progress: a prompt is from when it is read until its last output is
-    released. An invalid prompt ends the reading. Its error is raised at once if it is in the first window,
-    before anything runs, and otherwise when the prompts before it are done.
+    At most `window` prompts are in progress; a prompt is in progress from when it is read until its last
+    output is released. An invalid prompt ends the reading. If it is in the first window, its error is raised
+    at once, before anything runs; otherwise it is raised when the prompts before it are done.
     """
 
     def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
@@ -111,7 +112,7 @@ class Generation:
         self._abort()
 
     def is_running(self) -> bool:
-        """Read prompts as far as the window goes. Return whether any request is unfinished.
+        """Read prompts until the window is full. Return whether any request is unfinished.
 
         Raises the error of an invalid prompt once the prompts before it are done.
         """
@@ -121,9 +122,9 @@ class Generation:
         return bool(self._unfinished)
 
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
-        """Run a step. Return the index of the prompt and the output of each request that finished.
+        """Run a step. For each request that finished, return the index of its prompt and its output.
 
-        every_token: also return an output of each unfinished request that got a token.
+        every_token: whether to return an output also for each unfinished request that got a token.
         """
         _queue(self._core, self._pending)
         advanced = self._core.step(self._outbox if every_token else None)
@@ -178,7 +179,7 @@ def run_reports(
     *,
     use_tqdm: Progress,
 ) -> list[T]:
-    """Compute prompts only for their reports. Return the reports' outputs in order.
+    """Compute prompts without generating tokens. Return the output of each prompt's report, in order.
 
     name: the name of the argument that holds the prompts, for error messages.
     """
@@ -247,13 +248,13 @@ def generate_stream(core: EngineCore, source: RequestSource) -> Iterator[Request
 
 
 def progress_bar(use_tqdm: Progress, total: int | None, desc: str, unit: str) -> tqdm[Any]:
-    """Return a progress bar, hidden if use_tqdm is False; use_tqdm may also be the class to make it of."""
+    """Return a progress bar; use_tqdm=False hides it, and a class of bars may be given instead."""
     make = use_tqdm if callable(use_tqdm) else tqdm
     return make(total=total, desc=desc, unit=unit, disable=not use_tqdm)
 
 
 def prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
-    """Return whichever of the two arguments is given. Raises RequestError if none or both are."""
+    """Return whichever of the two arguments is given. Raises RequestError unless exactly one is given."""
     if (prompts is None) == (prompt_token_ids is None):
         given = "neither" if prompts is None else "both"
         raise RequestError(f"generate takes either prompts or prompt_token_ids, got {given}")
@@ -273,7 +274,7 @@ def as_iterable(prompts: Any) -> Iterable[Prompt]:
 
 
 def as_list(prompts: Any) -> list[Prompt]:
-    """Return one prompt or many as a list. Raises RequestError if it is empty."""
+    """Return one prompt or many as a list. Raises RequestError if the list is empty."""
     listed = [*as_iterable(prompts)]
     if not listed:
         raise RequestError("prompts must have at least one entry, got []")
@@ -281,7 +282,7 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def call_with_error_prefix(prefix: str, function: Callable[..., T], *args: Any) -> T:
-    """Return function(*args). A PagedError that it raises gets the prefix in front of its message."""
+    """Return function(*args). If it raises a PagedError, put the prefix in front of the message."""
     try:
         return function(*args)
     except PagedError as error:

@@ -19,12 +19,12 @@ ALL_HELD_S = 0.01
 class GrammarWaits:
     """Begins a request's mask as soon as its newest token is known, and holds requests with late masks.
 
-    The masks of fast grammars are computed beside the next forward. `settle` waits for them, SLOW_S at most,
-    only where the scheduler must know them: of requests that do not run yet, or end with their grammar. A
-    slow grammar is not waited for: its request is held, and released before the first step that finds its
-    mask computed.
+    A worker thread computes the masks of fast grammars during the next forward. Only if the scheduler itself
+    needs a mask does `settle` wait for it, SLOW_S at most: when the request does not run yet, or ends with
+    its grammar. A slow grammar is not waited for: its request is held, and released before the first step
+    that finds its mask computed.
 
-    All requests that begin are the scheduler's.
+    Requests passed to `begin` must be known to the scheduler.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -33,9 +33,9 @@ class GrammarWaits:
         self._begun: dict[Request, bool] = {}
 
     def begin(self, requests: Iterable[Request], *, are_running: bool = False) -> None:
-        """Begin the next masks of unfinished requests, where they have a grammar.
+        """Begin to compute the next mask of each unfinished request that has a grammar.
 
-        are_running: whether a step has just given each a token.
+        are_running: whether a step has just given each request a token.
         """
         wanted = [r for r in requests if r.sampling.grammar is not None and r.finish_reason is None]
         if wanted:
@@ -45,19 +45,19 @@ class GrammarWaits:
             self._begun |= {request: not (are_running and request.stop_ids) for request in wanted}
 
     def settle(self) -> list[Request]:
-        """Hold and release requests before a step. Return requests that end, as their grammar is complete."""
+        """Hold and release requests before a step. Return requests that end: their grammar is complete."""
         if not self._begun:
             return []
         self._wait_for_awaited()
         return self._release_computed()
 
     def wait(self) -> None:
-        """Wait until a mask is computed, ALL_HELD_S at most."""
+        """Wait until one of the awaited masks is computed, for at most ALL_HELD_S."""
         if jobs := self._jobs(self._begun):
             wait([job.done for job in jobs], ALL_HELD_S, FIRST_COMPLETED)
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Drop requests that have ended or were refused."""
+        """Drop the masks of requests that have ended or were refused."""
         for request in requests:
             self._begun.pop(request, None)
 

@@ -33,28 +33,28 @@ class Recipient(Outbox, ABC):
     """An outbox that can tell its reader that no more outputs will come."""
 
     def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
-        """Return whether the request should be paused now because its reader is slow."""
+        """Return whether to pause the request now because its reader is slow."""
         return False
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Make the reader get this error once it has read all outputs."""
+        """Raise this error in the reader once it has read all outputs."""
 
     def follow(self, call: Future[Any]) -> None:
-        """Fail if the call that adds the request fails."""
+        """Call `fail` if the call that adds the request fails or is cancelled."""
         error = None if call.cancelled() else call.exception()
         if error is not None:
             self.fail(error)
 
 
 class EngineLoop:
-    """The loop that owns an engine. Other threads hand it functions to call between two steps.
+    """The loop that owns an engine. Other threads submit functions, which it calls between two steps.
 
     deliver: called on the loop's thread when readers may have new outputs.
-    on_newcomers: called on the loop's thread, before a step, with the requests that it may be the first to
-        compute.
-    stream_interval_s: longest delay of an output of an unfinished request, in seconds. Where steps are short
-        and readers many, tokens are held back; see `next_publish_time`.
+    on_newcomers: called on the loop's thread before a step, with the requests that this step may be the first
+        to compute.
+    stream_interval_s: maximum delay of an output of an unfinished request, in seconds. With short steps and
+        many readers, tokens are held back; see `next_publish_time`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EngineLoop:
             raise copy_of(self.dead)
 
     def submit(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Call a function of the engine between two steps. Return its future.
+        """Have the loop call function(engine) between two steps. Return the future result.
 
         Raises EngineDeadError.
         """
@@ -98,7 +98,7 @@ class EngineLoop:
         return future
 
     def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Call a user's function between two steps, after all tokens held back are published."""
+        """Have the loop call a user's function between two steps, after publishing all tokens held back."""
 
         def called(engine: LLMEngine) -> T:
             self._publish()
@@ -107,7 +107,10 @@ class EngineLoop:
         return self.submit(called)
 
     def look(self) -> Future[EnginePicture]:
-        """Return a future picture of the next step, or of an idle engine. Raises EngineDeadError."""
+        """Return a future picture of the next step; of the present state if the engine is idle.
+
+        Raises EngineDeadError.
+        """
         looker: Future[EnginePicture] = Future()
 
         def begin(engine: LLMEngine) -> None:
@@ -123,22 +126,20 @@ class EngineLoop:
         return looker
 
     def prepare(self, spec: RequestSpec) -> RequestSpec:
-        """Do the slow part of making a request. Any thread may call it, as it uses no state of the engine."""
+        """Do the slow part of making a request. Any thread may call this: no state of the engine is used."""
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = spec.params(factory.default_params)
         return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
 
     def add(self, add: Callable[[LLMEngine], T], reader: Recipient) -> Future[T]:
-        """Call the function that adds this reader's request. If the engine refuses the request, the reader
-        fails.
-        """
+        """Have the loop call `add`, which adds this reader's request. The reader gets an error of `add`."""
         call = self.submit(add)
         call.add_done_callback(reader.follow)
         return call
 
     def abort(self, request_id: str, reader: Recipient) -> None:
-        """Abort the request of a reader that is gone."""
+        """Abort the request of a reader that has gone away."""
         self._call_for(request_id, reader, LLMEngine.abort_request)
 
     def hold(self, request_id: str, reader: Recipient, is_held: bool) -> None:
@@ -309,7 +310,7 @@ def _stopped_by(cause: BaseException) -> EngineDeadError:
 
 
 def copy_of(error: EngineDeadError) -> EngineDeadError:
-    """Return a copy of the error for another caller, so that tracebacks do not mix."""
+    """Return a copy of an error for another caller, so that the two tracebacks stay separate."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy

@@ -39,15 +39,16 @@ MOST_TOKENIZED = 4  # texts at once in threads
 class ModelText:
     """The tokenizer, chat templates and sampling defaults of a checkpoint.
 
-    It needs no torch, so a process without the model can make requests for one that has it.
+    It needs no torch, so a process without the model can prepare requests for an engine process.
 
     tokenizer: None with skip_tokenizer_init.
-    has_embedding_files: whether the checkpoint says how it makes embeddings, in files of their own.
-    sampling_defaults: the parameters that the checkpoint sets.
+    has_embedding_files: whether the checkpoint has files that say how to make embeddings.
+    sampling_defaults: the sampling parameters that the checkpoint sets.
     chat_defaults: further parameters that `paged chat` and the page use by default.
-    eos_token_ids: those in the vocabulary; others, such as the -1 of models without EOS, are never sampled.
+    eos_token_ids: the EOS ids within the vocabulary. Other ids, such as the -1 of models without EOS, can
+        never be sampled.
 
-    Raises CheckpointError for files that are missing or wrong.
+    Raises CheckpointError for missing or wrong files.
     """
 
     def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
@@ -69,7 +70,7 @@ class ModelText:
         return PromptParser(self.model_config, self.tokenizer, max_model_len)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer of transformers. Raises UsageError if there is none."""
+        """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
         if self.tokenizer is None:
             raise UsageError("there is no tokenizer: the engine was made with skip_tokenizer_init=True")
         return self.tokenizer.hf
@@ -77,15 +78,15 @@ class ModelText:
     def params_of(
         self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
     ) -> SamplingParams:
-        """Return SamplingParams(**given), with the checkpoint's defaults for what is not given.
+        """Return SamplingParams(**given), with the checkpoint's defaults for the other parameters.
 
-        max_tokens: the default where generation_config.json has no max_new_tokens.
+        max_tokens: the default if generation_config.json has no max_new_tokens.
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """The parameters of requests that give none."""
+        """The sampling parameters of requests that give none."""
         return self.params_of({})
 
     @cached_property
@@ -97,7 +98,7 @@ class ModelText:
 
     @cached_property
     def embedding_head(self) -> EmbeddingHead | None:
-        """The layers between a pooled vector and its embedding, if there are any. Needs torch."""
+        """The layers between a pooled vector and its embedding; None if there are none. Needs torch."""
         if not self.embedding.steps:
             return None
         from .embedding_head import EmbeddingHead
@@ -106,7 +107,7 @@ class ModelText:
 
     @cached_property
     def rendering(self) -> ThreadPoolExecutor:
-        """The threads that render conversations, and nothing else, because a template may hang."""
+        """The threads that render conversations. They do nothing else, because a template may hang."""
         from ..text.chat_template import MOST_RENDERED
 
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
@@ -126,9 +127,9 @@ class ModelText:
         return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
-        """Return the prompt of a conversation, from the arguments of `ChatTemplates.render`.
+        """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
-        The text of a special token in what users and tools say is plain text of the prompt.
+        If users or tools write the text of a special token, it stays plain text in the prompt.
         """
         if not is_conversation(messages):
             return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
@@ -167,7 +168,7 @@ class ModelText:
 
 
 def is_conversation(messages: Any) -> bool:
-    """Return whether these look like messages. The templates report what is wrong with a conversation."""
+    """Return whether `messages` looks like one conversation. The templates report what is wrong with it."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
     return is_list and all(isinstance(message, Mapping) for message in messages)
 

@@ -43,7 +43,7 @@ Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its pre
 
 
 def pin(core: EngineCore, prompt: Prompt) -> int:
-    """Compute a prompt as far as it is not cached, and pin its full blocks; see `LLMEngine.pin_prefix`."""
+    """Compute the uncached part of a prompt, and pin its full blocks; see `LLMEngine.pin_prefix`."""
     manager = core.scheduler.block_manager
     parsed = core.factory.prompts.parse(prompt)
     name = _pin_name(parsed)
@@ -67,7 +67,7 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
 
 
 def unpin(core: EngineCore, prompt: Prompt) -> None:
-    """Let a pinned prompt be evicted again. Raises UsageError if it is not pinned."""
+    """Allow a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
     manager = core.scheduler.block_manager
     name = _pin_name(core.factory.prompts.parse(prompt))
     if name not in manager.pins:
@@ -85,9 +85,7 @@ def _pin_name(prompt: ParsedPrompt) -> str:
 def fingerprint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
 ) -> str:
-    """Return a sha256 of everything but the tokens that KV depends on: config, dtypes, all bytes
-    of the weights.
-    """
+    """Return a sha256 of what KV depends on besides the tokens: config, dtypes, all bytes of the weights."""
     config = replace(config, max_model_len=None)
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted([*directory.glob("*.safetensors"), *map(directory.joinpath, gguf_files(directory))]):
@@ -104,9 +102,9 @@ def save(
     prompt: ParsedPrompt | None,
     draft_fingerprint: str | None = None,
 ) -> int:
-    """Write all cached blocks, or those of a prompt, to a file. Return how many.
+    """Write all cached blocks, or the blocks of a prompt, to a file. Return how many.
 
-    Raises RequestError if there are none, or the file cannot be written.
+    Raises RequestError if no blocks are cached, or if the file cannot be written.
     """
     path = _check_path(path)
     pool = manager.pool
@@ -164,7 +162,7 @@ def load(
 ) -> int:
     """Put the blocks of a file into the cache until no block is free. Return how many.
 
-    Raises CheckpointError if the file is damaged or made for another engine. Then nothing is loaded.
+    Raises CheckpointError, and loads nothing, if the file is damaged or was made for another engine.
     """
     path = _check_path(path)
     tensors, metadata = _read(path)

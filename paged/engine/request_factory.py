@@ -48,7 +48,7 @@ MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its
 
 
 class RequestFactory:
-    """Makes the requests of one model and its KV cache."""
+    """Makes requests for one model and its KV cache."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RequestFactory:
         return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
-        """Make a request of params.num_samples samples; all but the first are siblings of the first.
+        """Make a request with params.num_samples samples. The other samples are siblings of the first.
 
         Raises RequestError naming what is wrong.
         """
@@ -202,10 +202,10 @@ class RequestFactory:
     def new_fork(
         self, request_id: str, parent: Request, params: SamplingParams | None, now: float
     ) -> RequestGroup:
-        """Make a request that continues from where `parent` is.
+        """Make a request that continues after the newest token of `parent`.
 
-        params: by default the parent's, with a new seed for the fork. Stop strings that differ from the
-            parent's apply to new text only.
+        params: by default the parent's, with a new seed for the fork. New stop strings apply to new text
+            only.
 
         Raises RequestError naming what is wrong.
         """
@@ -276,7 +276,7 @@ class RequestFactory:
     def new_report(
         self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, now: float
     ) -> RequestGroup:
-        """Make a request that generates nothing and only reports on its prompt.
+        """Make a request that generates no tokens and only reports on its prompt.
 
         Raises RequestError naming what is wrong.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ScoreOutput:
     """The log-probability of a continuation given its prompt.
 
-    logprob: the sum over the continuation's tokens; None if scoring failed, then `error` has the reason.
+    logprob: the sum over the continuation's tokens; None if scoring failed. `error` then gives the reason.
     token_logprobs: the log-probability of each token of the continuation, given the tokens before it.
     is_greedy: whether each token is the most likely one at its position.
     num_prompt_tokens: the length of the prompt, without the continuation.
@@ -33,18 +33,18 @@ class ScoreOutput:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the continuation."""
+        """The number of tokens in the continuation."""
         return len(self.token_ids)
 
     @property
     def mean_logprob(self) -> float | None:
-        """The log-probability per token, which compares continuations of different lengths."""
+        """The log-probability per token, by which continuations of different lengths can be compared."""
         return None if self.logprob is None else self.logprob / self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreSpec:
-    """A request for the log-probabilities of a continuation. A `ReportSpec`.
+    """The `ReportSpec` for the log-probabilities of a continuation.
 
     prompt: the prompt and the continuation.
     num_prompt_tokens: the length of the prompt, without the continuation.
@@ -73,5 +73,5 @@ class ScoreSpec:
 
 
 def names_of_scores(request_id: str, num_continuations: int) -> list[str]:
-    """Return the ids of the requests that score continuations."""
+    """Return the ids of the requests that score continuations: one id per continuation."""
     return [request_id] if num_continuations == 1 else [f"{request_id}-{i}" for i in range(num_continuations)]

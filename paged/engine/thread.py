@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Mailbox(Recipient):
-    """The outputs of one request that its reader has not read yet: at most the newest one and the last one.
+    """The unread outputs of one request, for its reader: at most the newest output and the final one.
 
-    The engine's thread calls `put`, `pauses` and `fail`, the reader's event loop `get`. Each side first
-    publishes its own state (an output, a waiter, a pause) and then checks the state of the other side, so
-    that no wake-up is lost. A `RequestHandle`.
+    The engine's thread calls `put`, `pauses` and `fail`; the reader's event loop calls `get`. Each side first
+    publishes its own state (an output, a waiter, a pause) and then checks the other side's state, so that no
+    wake-up is lost. A Mailbox is a `RequestHandle`.
 
-    spec: the `ReportSpec` of a request for a report on a prompt.
+    spec: the `ReportSpec`, if the request only reports on its prompt.
     adding: the call that adds the request to the engine.
     is_paused: whether the request is held because too much of its output is unread.
     """
@@ -59,13 +59,11 @@ class Mailbox(Recipient):
 
     @property
     def replica(self) -> int:
-        """The number of the engine."""
+        """The number of the engine that computes the request."""
         return self._thread.replica
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether to make an output now. While a delta is unread no other is made: the next one will
-        hold more.
-        """
+        """Return whether to make an output now. While a delta is unread, no other one is made."""
         return kind is RequestOutputKind.CUMULATIVE or (kind is RequestOutputKind.DELTA and not self._outputs)
 
     def put(self, output: RequestOutput) -> None:
@@ -77,7 +75,7 @@ class Mailbox(Recipient):
             self._thread.news.append(self)
 
     def pauses(self, group: RequestGroup) -> bool:
-        """Return whether to pause the request now: while a delta is unread, the next one grows."""
+        """Return whether to pause the request now because an unread delta has grown too large."""
         if self.is_paused or not self._outputs or group.output_kind is not RequestOutputKind.DELTA:
             return False
         num_tokens = sum(s.num_output_tokens - s.inputs.num_given_tokens for s in group.samples)
@@ -94,7 +92,7 @@ class Mailbox(Recipient):
             self.loop.call_soon_threadsafe(self.wake)
 
     async def get(self) -> RequestOutput:
-        """Return the next output. Raises the error of `fail` when there is none."""
+        """Return the next output. If none is left, raise the error given to `fail`."""
         while not self._outputs:
             waiter = self._waiter = self.loop.create_future()
             try:
@@ -114,14 +112,14 @@ class Mailbox(Recipient):
         return output
 
     async def result(self) -> Any:
-        """Return what a request for a report on a prompt has found."""
+        """Return the result of a request that only reports on its prompt."""
         await self.get()
         assert self._spec is not None
         assert self.adding is not None
         return self._spec.output(self.adding.result())
 
     def close(self) -> None:
-        """Abort the request if it is not finished. From any thread."""
+        """Abort the request if it is unfinished. Any thread may call this."""
         if self._is_over:
             return
         self._is_over = True
@@ -131,15 +129,13 @@ class Mailbox(Recipient):
             self.fail(closed_error(self._request_id))  # to who still waits
 
     def wake(self) -> None:
-        """Resume `get`. Runs in the reader's event loop."""
+        """Resume a waiting `get`. Runs in the reader's event loop."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class EngineThread(EngineLoop):
-    """An engine loop on a thread of its own. It wakes the readers on their event loops. An
-    `EngineReplica`.
-    """
+    """An `EngineReplica` whose loop runs on its own thread and wakes readers on their event loops."""
 
     replica = 0
     is_fit = True  # this process cannot say that it hangs
@@ -153,21 +149,21 @@ class EngineThread(EngineLoop):
 
     @property
     def num_queued_tokens(self) -> int:
-        """The tokens of the engine's waiting requests."""
+        """The number of tokens in the engine's waiting requests."""
         return self.engine.scheduler.num_queued_tokens
 
     def stop(self) -> None:
-        """End the thread after its current step, and wait for that."""
+        """End the thread after its current step, and wait for its end."""
         super().stop()
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
     async def ask(self) -> EngineStats:
-        """Return the current stats. Raises EngineDeadError."""
+        """Return the engine's current stats. Raises EngineDeadError."""
         return await asyncio.wrap_future(self.call(LLMEngine.stats))
 
     async def picture(self) -> EnginePicture:
-        """Return the picture of the next step. Raises EngineDeadError."""
+        """Return a picture of the engine's next step, or of an idle engine. Raises EngineDeadError."""
         return await asyncio.wrap_future(self.look())
 
     def _notify(self) -> None:

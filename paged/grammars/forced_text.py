@@ -9,14 +9,13 @@ from typing import Any
 
 
 class ForcedText:
-    """A tokenizer for the grammar library that never gives a special token for a text.
+    """A tokenizer for the grammar library that never returns a special token for text.
 
-    The library asks for the tokens of text that a grammar forces, and then allows these tokens only. The
-    tokenizer's own encoding is used if it decodes to exactly that text. It does not if the text contains an
-    added token, whose id means something else, or if a normalizer changes the text. Such a part is encoded
-    with the longest ordinary tokens.
+    The library asks for the tokens of text that a grammar forces, and then allows only these tokens. The
+    model's own encoding is used if it decodes to exactly that text. Otherwise (the text contains an added
+    token, or a normalizer changes the text), the text is encoded with the longest ordinary tokens.
 
-    The attributes are those that the library reads.
+    The library reads the public attributes.
 
     library_tokenizer: the library's own tokenizer of the same vocabulary.
     """

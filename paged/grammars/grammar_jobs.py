@@ -24,8 +24,8 @@ class CompiledGrammar:
     """A compiled grammar, shared by all outputs that use it.
 
     matcher: the state before the first token; each output gets a copy.
-    first: the mask of the first token, i32[num_words].
-    is_slow: whether its masks take long to compute.
+    first: the mask of tokens allowed first, i32[num_words], one bit per token.
+    is_slow: whether the grammar's masks take long to compute.
     """
 
     def __init__(self, matcher: Any, first: NDArray[np.int32]) -> None:
@@ -35,22 +35,22 @@ class CompiledGrammar:
 
     @property
     def is_slow(self) -> bool:
-        """Whether one of the last masks took longer than SLOW_S."""
+        """Whether computing one of the last masks took longer than SLOW_S."""
         return self._num_to_prove > 0
 
     def record(self, *, was_slow: bool) -> None:
-        """Record whether masks took longer than SLOW_S."""
+        """Record whether computing masks took longer than SLOW_S."""
         self._num_to_prove = PROOFS if was_slow else max(0, self._num_to_prove - 1)
 
 
 class MaskJob:
-    """The next masks of some outputs of one grammar, which a worker computes.
+    """A worker's job: the next masks of several outputs that use one grammar.
 
-    If a step waits for a job in vain, the grammar counts as slow.
+    If a step waits for a job longer than SLOW_S, the grammar counts as slow.
 
     advances: each output's matcher, and the tokens that the matcher has not consumed yet.
-    in_logits: i32[num_words], the bits of tokens that have a logit.
-    done: done once the masks are computed, or with an error of the library that concerns all of them.
+    in_logits: i32[num_words], a mask of the tokens that have a logit.
+    done: a future that ends when all masks are computed, or with a library error that concerns all of them.
     bits: i32[len(advances), num_words], the masks, once they are computed.
     is_clean: whether all masks are computed, without an error, and each allows a token.
     """
@@ -72,7 +72,7 @@ class MaskJob:
         self.done: Future[None] = lane.submit(self._run, run)
 
     def mask(self, row: int) -> NDArray[np.int32]:
-        """Wait for the mask of an output, i32[num_words]. Raises the error of the library."""
+        """Wait for the mask of one output, i32[num_words]. Raises the error of the library."""
         self.done.result()
         if row in self._errors:
             raise self._errors[row]
@@ -86,11 +86,11 @@ class MaskJob:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its grammar's masks take long."""
+        """Whether the masks of its grammar take long to compute."""
         return self._grammar.is_slow
 
     def record_late(self) -> None:
-        """Record that a step waited for the job in vain."""
+        """Record that a step stopped waiting for the job."""
         self._grammar.record(was_slow=True)
 
     def _run(self, compute: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class MaskJob:
 
 
 def wait_for(jobs: Sequence[MaskJob]) -> None:
-    """Wait until jobs are done, SLOW_S at most. The grammars of unfinished jobs then count as slow."""
+    """Wait until the jobs are done, SLOW_S at most. The grammars of unfinished jobs then count as slow."""
     late = wait([job.done for job in jobs], SLOW_S).not_done
     for job in jobs:
         if job.done in late:

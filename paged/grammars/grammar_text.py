@@ -27,7 +27,7 @@ _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
 def check_grammar(kind: str, text: str) -> None:
-    """Raise RequestError for a grammar that is too long, or whose "multiple of" numbers are too large."""
+    """Raise RequestError for a grammar that is too long or has too large numbers in "multiple of"."""
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
             f"structured_outputs {kind} has {len(text):,} characters; {MAX_CHARACTERS:,} are allowed",
@@ -51,8 +51,8 @@ def check_grammar(kind: str, text: str) -> None:
 def library_limits(text: str) -> Any:
     """Return the library's limits for a grammar of this text.
 
-    Limits that are not set are the library's own: 500,000 symbols of a grammar, and about 20 ms of work for
-    each later mask.
+    The library's defaults apply to other limits: 500,000 symbols per grammar, and about 20 ms of work for
+    each mask after the first.
     """
     from llguidance import LLParserLimits
 
@@ -72,9 +72,7 @@ _MODIFIERS = re.compile(r"^([ \t]*)\?!", re.MULTILINE)
 
 
 def lark_of(text: str) -> str:
-    """Convert a grammar, in llama.cpp's GBNF or Lark's EBNF, to the library's Lark dialect.
-    Raises ValueError.
-    """
+    """Convert a grammar from llama.cpp's GBNF or Lark's EBNF to the library's dialect. Raises ValueError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if _GBNF_RULE.search(text) is None:
@@ -87,5 +85,5 @@ def lark_of(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string literal of Lark. DEL is escaped, as a literal may not contain it."""
+    """Return a text as a string literal of Lark. DEL is escaped, since a literal may not contain it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

@@ -26,7 +26,7 @@ _logged = set[str]()
 
 
 def is_known_format(name: Any) -> bool:
-    """Return whether the library enforces this format. Log an unenforced format the first time."""
+    """Return whether the library enforces this format. Log an unenforced format once."""
     if isinstance(name, str) and _is_known(name):
         return True
     text = shown(name)

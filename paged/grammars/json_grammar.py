@@ -56,13 +56,13 @@ class JsonGrammar:
     """The grammar of one JSON schema.
 
     schema: the schema, parsed by `structural_tag.exact_json`.
-    leaves: the schemas that the library compiles: their paths by their JSON.
+    leaves: the schemas that the library compiles, as JSON texts, each with its path.
     lark: the grammar of all values.
-    at_start: the leaves that may be the whole value.
-    others: the grammar of the values that match none of `at_start`; None if there are none.
+    at_start: the leaves that may describe the whole value.
+    others: the grammar of the values that match none of `at_start`; None if there are no such values.
 
-    A schema that is too large for this goes to the library as a whole, if the library rounds none of its
-    numbers.
+    A schema that is too large for such a grammar is passed to the library as a whole, provided that the
+    library rounds none of its numbers.
 
     Raises RequestError naming a part that is wrong or has no finite value.
     """

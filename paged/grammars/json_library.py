@@ -53,7 +53,7 @@ class _Definition(NamedTuple):
 class RawSchemas:
     """Rewrites the `Raw` parts of a schema as schemas for the library.
 
-    with_values: the pointers of definitions that have a finite value.
+    with_values: the pointers to definitions that have a finite value.
     """
 
     def __init__(self, reader: SchemaReader, with_values: Set[str]) -> None:
@@ -185,9 +185,7 @@ def string_schema(schema: Strings) -> dict[str, Any]:
 
 
 def why_unsatisfiable(schema: Mapping[str, Any]) -> str | None:
-    """Return the library's reason why no value satisfies a schema; None if one does, or if the
-    schema is wrong.
-    """
+    """Return the library's reason why a schema has no value; None if it has one, or if it is invalid."""
     return _why_unsatisfiable(json.dumps(schema, ensure_ascii=False, default=float))
 
 
@@ -201,7 +199,7 @@ def _why_unsatisfiable(text: str) -> str | None:
 
 
 def multiples_schema(interval: Interval, place: SchemaPath) -> dict[str, Any]:
-    """Return the library's schema for the multiples in an interval, including the first and the last one."""
+    """Return the library's schema for the multiples in an interval, including both ends."""
     step = interval.step
     assert step is not None
     digits = len(str(Decimal(1) / step.denominator).partition(".")[2]) if step.denominator > 1 else 0

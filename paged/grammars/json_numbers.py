@@ -26,9 +26,9 @@ _PLAIN = rf"(0|[1-9][0-9]*){_FRACTION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The numbers from low to high. Either bound may be missing, or excluded from the interval.
+    """The numbers from low to high. A bound may be missing, or excluded from the interval.
 
-    multiple: all numbers are multiples of it; integers are multiples of 1.
+    multiple: all numbers in the interval are multiples of this; integers are multiples of 1.
     """
 
     low: Exact | None = None
@@ -64,7 +64,7 @@ class Interval:
         )
 
     def why_empty(self) -> str | None:
-        """Return why no number is in the interval; None if there is one."""
+        """Return why the interval contains no number; None if it contains one."""
         if self.low is None or self.high is None:
             return None
         low_name = "exclusiveMinimum" if self.is_low_open else "minimum"
@@ -81,7 +81,7 @@ class Interval:
 
     @property
     def step(self) -> Fraction | None:
-        """The number that all numbers in the interval are multiples of; None if there is none."""
+        """The number of which all numbers in the interval are multiples; None if there is none."""
         return _common_multiple(self.multiple, Fraction(1) if self.is_integer else None)
 
     def first(self, step: Fraction) -> Fraction:
@@ -113,9 +113,7 @@ def _common_multiple(one: Fraction | None, other: Fraction | None) -> Fraction |
 
 
 def constant_text(value: Exact) -> str:
-    """Return the JSON of a number: without a fraction if that is short, otherwise as it was written in the
-    schema.
-    """
+    """Return a number as JSON: as an integer if it is one and short, else as written in the schema."""
     whole = isinstance(value, int) or (value == value.to_integral_value() and value.adjusted() < MAX_DIGITS)
     return str(int(value)) if whole else str(value)
 

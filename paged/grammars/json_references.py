@@ -18,7 +18,7 @@ _VALUES = (*CONSTANTS, "default", "examples")  # of which no part is a schema
 
 
 def with_pointers(root: Any) -> Any:
-    """Rewrite references to a schema's own parts as JSON pointers from its root, such as #/$defs/a.
+    """Rewrite a schema's references to its own parts as JSON pointers from its root, such as #/$defs/a.
 
     Other references stay as they are.
     """
@@ -39,7 +39,7 @@ def with_pointers(root: Any) -> Any:
 
 
 def references(node: Any) -> Iterator[str]:
-    """Yield the references within a part of a schema."""
+    """Yield all references within a part of a schema."""
     for part, _, _ in _parts(node):
         if reference := _text(part, "$ref"):
             yield reference

@@ -126,7 +126,7 @@ class Arrays:
 class Objects:
     """A schema of objects.
 
-    properties: the properties in the order of generation, including those that are only required.
+    properties: the properties in the order of generation, including properties that only `required` names.
     """
 
     properties: Mapping[str, Schema]
@@ -143,9 +143,9 @@ class AnyOf:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A schema that may refer to itself.
+    """A reference to a schema, which may contain the reference itself.
 
-    pointer: its place, such as #/$defs/a.
+    pointer: the place of the schema, such as #/$defs/a.
     """
 
     pointer: str
@@ -153,7 +153,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A part that the library compiles.
+    """A part of a schema that the library compiles.
 
     where: the path of the part.
     """
@@ -169,8 +169,9 @@ FALSE = "the schema is false"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchemaPath:
-    """The path of a part, as a link to its parent and a step, so that no path is copied; and the
-    part's depth.
+    """The path and depth of a part of a schema, as a link to its parent and a step.
+
+    A link avoids copying whole paths.
     """
 
     step: str = ""
@@ -193,7 +194,7 @@ class SchemaPath:
         return "".join(reversed(steps)).removeprefix(".")
 
     def error(self, message: str) -> RequestError:
-        """Return an error of this part."""
+        """Return an error about this part."""
         path = self.path
         return RequestError(f"{path}: {message}" if path else message, param=path or None)
 
@@ -422,7 +423,7 @@ class SchemaReader:
         return node
 
     def resolved(self, schema: Schema, place: SchemaPath) -> Schema:
-        """Return the schema that a reference leads to. Raises RequestError for references in a circle."""
+        """Return the schema at the end of a chain of references. Raises RequestError for a circle."""
         if not isinstance(schema, Ref):
             return schema
         if schema.pointer in self._resolving:
@@ -567,7 +568,7 @@ _FREE = (Null(), Booleans(), Numbers(Interval()), Strings(), Arrays((), ANYTHING
 def exact(value: Any, place: SchemaPath) -> Exact:
     """Return a number of a schema without rounding it.
 
-    Raises RequestError if the value is no number, or is huge.
+    Raises RequestError if the value is not a number, or is huge.
     """
     if isinstance(value, bool) or not isinstance(value, int | Decimal):
         raise place.error(f"must be a number, got {shown(value)}")

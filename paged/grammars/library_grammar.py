@@ -15,10 +15,10 @@ _SLASH = re.compile(r"(\\.)|[/\n]", re.DOTALL)
 
 
 class StructuralGrammar:
-    """Writes the rules of one structural tag.
+    """Writes the grammar of one structural tag.
 
-    special: the special tokens of the vocabulary and their ids. Where a text of the tag contains one, it
-        stands for the token; free text never contains special tokens.
+    special: the special tokens of the vocabulary and their ids. A special token's text in the tag stands for
+        the token; free text never contains special tokens.
     """
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -196,7 +196,8 @@ def _escaped(found: re.Match[str]) -> str:
 def library_grammar(kind: str, value: Any, special: Mapping[str, int]) -> str:
     """Return the library's grammar of a constraint. Raises ValueError or RequestError.
 
-    value: text for the kinds regex and grammar, otherwise JSON parsed by `structural_tag.exact_json`.
+    kind: the name of the field of StructuredOutputsParams that is given. value: text if the kind is "regex"
+        or "grammar", otherwise JSON parsed by `structural_tag.exact_json`.
     special: the special tokens of the vocabulary and their ids.
     """
     from llguidance import LLMatcher

@@ -11,7 +11,7 @@ from ..kernels.attention_options import AttentionPlan
 
 @dataclass(slots=True)
 class Queries:
-    """The tokens that attention is computed for: the last ones of each of num_seqs sequences."""
+    """The tokens that attention is computed for: in each of num_seqs sequences, the last few tokens."""
 
     # One per layer group: i32[num_seqs, max_blocks_per_seq], zeros after a sequence's own blocks
     block_tables: tuple[Tensor, ...]
@@ -28,7 +28,7 @@ class Queries:
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of one step, over num_tokens new tokens of all sequences together."""
+    """The tensors of one step. The num_tokens new tokens of all sequences follow each other."""
 
     token_ids: Tensor  # i64[num_tokens]
     positions: Tensor  # i64[num_tokens], higher by an offset in a long request: see LongContext
@@ -53,10 +53,10 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of rows of every activation."""
+        """Number of new tokens: the rows of every activation."""
         return self.token_ids.shape[0]
 
     @property
     def num_output_rows(self) -> int:
-        """The number of rows of the final hidden states."""
+        """Number of rows of the final hidden states."""
         return self.output_rows.shape[0]

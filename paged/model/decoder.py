@@ -38,9 +38,9 @@ MAX_SCALAR = 1e6  # of a layer
 
 
 class DecoderLayer(Loadable):
-    """x + attention(x), then x + mlp(x), with norms before or after each: see NormNames.
+    """One layer: x + attention(x), then x + mlp(x), with norms before or after each; see NormNames.
 
-    The additions are fused into norms.
+    The additions are fused into the norms.
     """
 
     before_attention: RMSNorm | LayerNorm | None
@@ -82,7 +82,7 @@ class DecoderLayer(Loadable):
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache. Return their queries."""
+        """Write K and V of the new tokens into the cache. Return the tokens' queries."""
         hidden = add_and_norm(hidden, residual, self.before_attention)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
@@ -91,7 +91,7 @@ class DecoderLayer(Loadable):
     ) -> Tensor | None:
         """Run the layer from attention on, and update the residual in place.
 
-        Return what is left to add to the residual.
+        Return the tensor that is still to be added to the residual; None if there is none.
         """
         hidden = self._attend(query, rows, queries, kv_cache)
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
@@ -130,9 +130,7 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Take the weights of experts together, and read the scalar as a number. Raises CheckpointError for a
-        wrong scalar.
-        """
+        """Join the weights of experts, and read the scalar. Raises CheckpointError for a wrong scalar."""
         for module in self.modules():
             if isinstance(module, ManyExperts):
                 module.finish_loading()
@@ -176,7 +174,7 @@ class ParallelLayer(DecoderLayer):
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor:
-        """Run the layer as `DecoderLayer.attend` does."""
+        """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         self.kernels.add(self._attend(query, rows, queries, kv_cache), residual)
@@ -184,7 +182,7 @@ class ParallelLayer(DecoderLayer):
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-    """Add `hidden` to the residual in place, and return the norm of the sum, or the sum itself."""
+    """Add `hidden` to the residual in place. Return the norm of the sum; without a norm, the sum."""
     if norm is None:
         assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
         return residual
@@ -250,26 +248,27 @@ class Decoder(nn.Module):
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
 
-        stream: the stream of the previous part; None in the first part.
+        stream: the output of the previous part of the model; None in the first part.
 
         Returns [num_output_rows, hidden_size]: the hidden states of `batch.output_rows` after the final norm.
         """
         return self.attend_last(self.compute_kv(batch, kv_cache, stream), batch, kv_cache)
 
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
-        """Run all layers of a part that is not the last.
+        """Run all layers of a part that is not the last. Return the stream for the next part.
 
-        Returns the stream for the next part. Its layer inputs still include those of this part's layers.
+        The per-layer inputs in the stream still include those of this part's layers.
         """
         stream, rows = self._begin(batch, stream)
         hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
         return stream._replace(hidden=hidden)
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Run the model up to the last layer that writes K and V: later tokens need no more than that.
+        """Run the model up to the last layer that writes K and V, for all tokens. Later tokens need nothing
+        else of them.
 
-        Returns the queries of the last layer with K and V of its own [num_tokens, num_heads, head_dim], the
-        residual [num_tokens, hidden_size], and the inputs of layers, if there are any.
+        Returns the queries of that layer [num_tokens, num_heads, head_dim], the residual [num_tokens,
+        hidden_size], and the per-layer inputs, if the model has them.
         """
         stream, rows = self._begin(batch, stream)
         residual, _, inputs = stream
@@ -305,9 +304,7 @@ class Decoder(nn.Module):
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Run what remains after `compute_kv`, for `batch.output_rows` only: these are few, as most prompt
-        tokens need no output.
-        """
+        """Run the rest after `compute_kv` for `batch.output_rows` only: most prompt tokens need no output."""
         query, residual, *rest = state
         queries = batch.output_queries
         if queries is None:
@@ -330,9 +327,7 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head. Only the first shard gets all logits; the result on other shards is
-        meaningless.
-        """
+        """Apply the output head. Only the first shard's result is meaningful: it has all logits."""
         assert self.head is not None, "only the last part has a head"
         own: Tensor = self.head(hidden)
         logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
@@ -350,8 +345,7 @@ class Decoder(nn.Module):
     def load(self, loader: Loader) -> None:
         """Load the weights of a model that was made on the meta device.
 
-        Each weight is read and converted before the next, so that only one weight at a time is in memory
-        twice.
+        Weights are read and converted one at a time, so that only one weight is in memory twice.
         """
         for rotary in self.rotary:
             rotary.to(loader.device)
@@ -363,16 +357,14 @@ class Decoder(nn.Module):
             self.head.form = self.embedding.form
 
     def prepare(self, num_positions: int) -> None:
-        """Precompute the rotary embeddings of this many positions; with 0 each step computes them."""
+        """Precompute the rotary embeddings of this many positions; with 0, each step computes them."""
         if num_positions:
             for rotary in self.rotary:
                 rotary.tabulate(num_positions)
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What prevents the launches of a step from being recorded, such as an operation in torch; None if
-        nothing does.
-        """
+        """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [module for module in self.modules() if isinstance(module, Linear)]

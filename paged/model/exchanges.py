@@ -13,7 +13,7 @@ from .part import Shard, TensorGroup
 
 
 def group_of(shard: Shard) -> TensorGroup:
-    """Return the process group of a shard that computes."""
+    """Return the process group through which a shard exchanges tensors."""
     assert shard.group is not None, f"shard {shard.index} of {shard.count} was made without a group"
     return shard.group
 
@@ -32,9 +32,7 @@ def gather(x: Tensor, shard: Shard) -> Tensor:  # [n, share of columns] -> [n, c
 
 
 def collect_logits(x: Tensor, shard: Shard, vocab_size: int) -> Tensor:  # [n, share] -> [n, vocab_size]
-    """Gather the logits of all shards on the first one, the driver. Other shards get their own
-    columns back.
-    """
+    """Gather the logits of all shards on the first shard, the driver. Others get their own columns."""
     if shard.is_whole:
         return x
     widest = len(Shard(0, shard.count).tokens(vocab_size))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A model that computes ragged batches over the paged cache.
 
-    A step is `forward`, which is `compute_kv` and then `attend_last`. Only the shapes of `compute_kv` depend
-    on the number of tokens alone, so that only this part can be recorded.
+    A step is `forward`: first `compute_kv`, then `attend_last`. The shapes in `compute_kv` depend only on the
+    number of tokens, so only `compute_kv` can be recorded and replayed.
     """
 
     kernels: Kernels
@@ -35,30 +35,31 @@ class Model(Protocol):
         """Load the weights of a model that was made on the meta device."""
 
     def prepare(self, num_positions: int) -> None:
-        """Precompute the rotary embeddings of this many positions, 0 for none. Call once, after `load`."""
+        """Precompute the rotary embeddings of this many positions; 0 for none. Call once, after `load`."""
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What prevents the launches of a step from being recorded; None if nothing does. Known
-        after `prepare`.
-        """
+        """What keeps a step's launches from being recorded; None if nothing does. Known after `prepare`."""
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
 
-        stream: the stream of the previous part; None if the model is not divided.
+        stream: the output of the previous part; None in the first part, or if the model is not divided.
 
         Returns [num_output_rows, hidden_size]: the final hidden states of `batch.output_rows`.
         """
 
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
-        """Compute the new tokens in a part that is not the last. Return its stream for the next part."""
+        """Compute the new tokens in a part that is not the last. Return the stream for the next part."""
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Write the K and V of all layers. Return what `attend_last` needs, with a row for each token."""
+        """Write K and V of all layers. Return the input of `attend_last`, with a row for each token."""
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Compute the rest of `forward`, for `batch.output_rows` only. state: what `compute_kv` returned."""
+        """Compute the rest of `forward` for `batch.output_rows` only.
+
+        state: the result of `compute_kv`.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the output head: [n, hidden_size], from `forward` -> f32[n, vocab_size]."""
+        """Apply the output head to hidden states from `forward`: [n, hidden_size] -> f32[n, vocab_size]."""

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class TensorGroup(Protocol):
-    """The processes that hold shards of the same layers. All make the same calls in the same order."""
+    """The processes with shards of the same layers. All must make the same calls in the same order."""
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Return the tensors of all shards, which have one shape, joined in the order of shards."""
+        """Return the tensors of all shards, which have equal shapes, joined in the order of shards."""
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return at shard 0 what `gather` returns along the last dimension, and None at the other shards."""
+        """Return the result of `gather` along the last dimension at shard 0, and None at other shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def apart(self) -> Shard:
-        """The same share without a process group, for planning rather than computing."""
+        """The same share without a process group, for planning instead of computing."""
         return replace(self, group=None)
 
     def share(self, size: int) -> range:
@@ -56,14 +56,12 @@ class Shard:
         return range(self.index * own, (self.index + 1) * own)
 
     def tokens(self, vocab_size: int) -> range:
-        """Return this shard's share of a vocabulary. All shares are equal, except that the last one may be
-        smaller.
-        """
+        """Return this shard's share of a vocabulary. The last shard's share may be smaller."""
         own = -(-vocab_size // self.count)
         return range(min(self.index * own, vocab_size), min((self.index + 1) * own, vocab_size))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this shard's KV heads. With more shards than KV heads, several shards have the same head."""
+        """Return this shard's KV heads. With more shards than KV heads, several shards share a head."""
         if self.count <= num_kv_heads:
             return self.share(num_kv_heads)
         assert self.count % num_kv_heads == 0, f"{num_kv_heads} KV heads do not divide {self.count} shards"
@@ -75,11 +73,11 @@ class Shard:
         return replace(shape, num_kv_heads=len(self.kv_heads(shape.num_kv_heads)))
 
     def attention(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the attention spec with this shard's heads only."""
+        """Return the attention spec of this shard: with its own heads only."""
         return replace(spec, num_heads=len(self.share(spec.num_heads)), kv=self.kv_shape(spec.kv))
 
     def state(self, spec: StateSpec) -> StateSpec:
-        """Return the state of this shard: of its value heads and their key heads, or of its columns."""
+        """Return the state spec of this shard: with its own heads, or its own columns of a convolution."""
         if spec.kind == "conv":
             return replace(spec, columns=len(self.share(spec.columns)))
         num_heads = len(self.share(spec.num_heads))
@@ -95,7 +93,8 @@ UNDIVIDED = Shard()
 class ModelPart:
     """The part of a model that one process computes: consecutive layers, and a shard of each.
 
-    The part with the first layer has the embedding; that with the last one has the norm and the head.
+    The part with the first layer also has the embedding; the part with the last layer has the final norm and
+    the output head.
     """
 
     layers: range
@@ -104,12 +103,12 @@ class ModelPart:
 
     @classmethod
     def whole(cls, num_layers: int) -> ModelPart:
-        """Return the part of a process that computes the whole model."""
+        """Return the part that is the whole model, for a model in one process."""
         return cls(range(num_layers), num_layers)
 
     @property
     def apart(self) -> ModelPart:
-        """The same part without process groups, for planning rather than computing."""
+        """The same part without process groups, for planning instead of computing."""
         return replace(self, shard=self.shard.apart)
 
     @property
@@ -124,9 +123,7 @@ class ModelPart:
 
 
 def check_shards(config: ModelConfig, count: int) -> None:
-    """Raise DivisionError, listing the possible numbers, unless a model can be divided into
-    `count` shards.
-    """
+    """Raise DivisionError unless `count` shards can divide a model. The message lists valid counts."""
     if count == 1:
         return
     if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):

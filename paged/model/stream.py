@@ -15,8 +15,10 @@ class Stream(NamedTuple):
     """The tensors that one part of a model passes to the next: a row for each token.
 
     residual: updated in place by the layers.
-    hidden: still to be added to the residual; None: nothing is.
-    inputs: the per-layer vectors of the layers that follow, see PerLayerEmbeddings; None: the model has none.
+    hidden: the output of the last sublayer, still to be added to the residual; None if nothing is left to
+        add.
+    inputs: the per-layer vectors of the layers that follow, see PerLayerEmbeddings; None if the model has
+        none.
     """
 
     residual: Tensor
@@ -25,12 +27,12 @@ class Stream(NamedTuple):
 
 
 def tensors_of(stream: Stream | None) -> tuple[Tensor, ...]:
-    """Return the tensors of a stream, without the absent ones."""
+    """Return the tensors that a stream has, without absent ones."""
     return () if stream is None else tuple(tensor for tensor in stream if tensor is not None)
 
 
 class StreamShape(NamedTuple):
-    """The numbers of columns of a stream's tensors; 0 for absent ones."""
+    """The number of columns of each tensor in a stream; 0 for an absent tensor."""
 
     residual: int
     hidden: int
@@ -38,7 +40,7 @@ class StreamShape(NamedTuple):
 
     @classmethod
     def before(cls, layer: int, config: ModelConfig) -> Self:
-        """Return the shape of the stream right before this layer."""
+        """Return the shape of the stream between this layer and the one before."""
         spec = config.layers[layer - 1]
         has_hidden = spec.parallel or spec.norms.after_mlp is None
         inputs = config.layer_inputs
@@ -47,22 +49,20 @@ class StreamShape(NamedTuple):
         return cls(size, size * has_hidden, num_inputs)
 
     def stream(self, tensors: Iterable[Tensor]) -> Stream:
-        """Return the stream of these tensors. Of the per-layer vectors, only those of later
-        layers are kept.
-        """
+        """Make a stream of these tensors, with the per-layer vectors of later layers only."""
         own = iter(tensors)
         residual, hidden, inputs = (next(own) if columns else None for columns in self)
         assert residual is not None, "there is always a residual"
         return Stream(residual, hidden, None if inputs is None else inputs[:, -self.inputs :])
 
     def pack(self, stream: Stream) -> Tensor:
-        """Return a copy of a stream as one tensor, f[num_tokens * columns]."""
+        """Copy a stream into one tensor, f[num_tokens * columns]."""
         import torch  # only here, as the simulator asks for shapes alone
 
         return torch.cat([tensor.reshape(-1) for tensor in tensors_of(stream)])
 
     def unpack(self, packed: Tensor) -> Stream:
-        """Return the stream that was packed. It shares the memory of `packed`."""
+        """Return the stream in a packed tensor. Its tensors share the memory of `packed`."""
         num_tokens = len(packed) // sum(self)
         parts = packed.split_with_sizes([num_tokens * columns for columns in self])
         return self.stream(part.view(num_tokens, -1) for part in parts if len(part))

@@ -52,84 +52,94 @@ class EngineConfig:
 
     model: a local directory, a GGUF file, a Hugging Face hub id, "owner/name:Q4_K_M" for a quantisation in a
         repository of GGUF files, or "demo" for the checkpoint that ships with `paged`.
-    tokenizer: a directory or hub id, if the tokenizer is not beside the model; None takes the one beside it.
+    tokenizer: a directory or hub id, for a tokenizer that is not in the model's directory or repository; None
+        takes the model's own.
     revision: branch, tag or commit of the model on the hub; None takes the hub's default branch.
-    tokenizer_revision: the same for the tokenizer; None takes revision if the tokenizer is beside the model.
-    generation_config: where the sampling parameters of requests without any come from: "auto" is the
-        checkpoint's generation_config.json; "paged" (or "vllm") is `SamplingParams()`; or a directory.
+    tokenizer_revision: branch, tag or commit of the tokenizer on the hub; None takes `revision` if the
+        tokenizer is the model's own.
+    generation_config: default sampling parameters of a request that gives none: "auto" reads the checkpoint's
+        generation_config.json; "paged" (or "vllm") takes `SamplingParams()`; a directory names another
+        generation_config.json.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
-        checkpoint's, "half" is float16, "float" float32, and a torch.dtype goes too. On a CPU "auto" is
-        float32 instead of float16, and instead of bfloat16 if the CPU has no instructions for it.
-    quantization: quantize the weights of an unquantized checkpoint while loading: "int8" with a scale per
-        output, or "int4" with a scale and a zero per 32 inputs (in int8 the output head, the values
-        of attention, and half of the layers' `down`). None takes the weights as they are.
-    kv_cache_dtype: of K and V in the cache; "auto" is dtype. "float16" and "bfloat16" also go with dtype
-        float32. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89 or
-        later from NVIDIA.
-    device: "auto" takes a GPU if torch sees one, else the CPU.
-    block_size: tokens per block, a power of two from 8 to 256; None takes 64 where the GPU then loads whole
-        tiles of K and V by descriptors (sm_90, sm_100: heads of 128 or 256 in half precision), else 16.
-    max_model_len: most tokens of prompt and output together; None takes the model's limit.
-    max_num_seqs: how many requests may run at once; None is 256, or fewer where the states of a model that
-        keeps some would take more than a quarter of the memory.
-    max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU, where a
-        step of that size keeps the cores busy and a longer one only delays its decodes.
-    num_blocks: blocks in the KV cache; None takes as many as the device's memory and its
-        utilization option allow.
+        checkpoint's, "half" is float16, "float" is float32; a torch.dtype is accepted too. On a CPU, "auto"
+        replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions.
+    quantization: quantize the weights of an unquantized checkpoint while loading: "int8" has a scale per
+        output; "int4" has a scale and a zero point per 32 inputs, but keeps the output head, attention's
+        value projections and half of the layers' `down` in int8. None takes the weights as they are.
+    kv_cache_dtype: of K and V in the cache; "auto" is dtype. With dtype float32, "float16" and "bfloat16" are
+        allowed too. "int8" and "fp8" ("fp8_e4m3") have a scale per token and head; on a GPU fp8 needs sm_89
+        or later from NVIDIA.
+    device: "auto" takes a GPU if torch finds one, else the CPU.
+    block_size: tokens per block, a power of two from 8 to 256; None takes 64 on a GPU that then loads whole
+        tiles of K and V by tensor descriptors (sm_90 and sm_100 with heads of 128 or 256 in half precision),
+        else 16.
+    max_model_len: maximum number of tokens of prompt and output together; None takes the model's limit.
+    max_num_seqs: how many requests may run at once; None is 256, or fewer if the recurrent states of 256
+        requests would take more than a quarter of the memory.
+    max_num_batched_tokens: token budget of a step; None takes 8192 on a GPU and 512 on a CPU. A longer step
+        on a CPU would delay decodes and gain nothing.
+    num_blocks: blocks in the KV cache; None takes as many as fit into the share of memory given by
+        gpu_memory_utilization or cpu_memory_utilization.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
-    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so but
-        for models that keep states.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None takes True,
+        or False for a model with recurrent states.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
-        preempt higher ones; "longest-prefix-match", the one with most of its prompt cached; "fair", one of
-        the tenant with the least service; or a `scheduler.policies.Policy`, for this engine alone.
+        preempt requests of higher numbers; "longest-prefix-match", the request with most of its prompt
+        cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
+        object, for this engine alone.
     tenant_weights: for "fair", the relative share of each tenant; None takes 1 for each.
-    long_prefill_token_threshold: most prompt tokens of one request in a step; None sets no limit.
-    max_num_partial_prefills: most requests with partly computed prompts; None sets no limit.
-    max_waiting: most waiting requests; more are refused. None sets no limit.
-    max_queued_tokens: most tokens of waiting requests together; more are refused, unless none waits. None
-        sets no limit.
-    watermark: share of the blocks kept free when a request is admitted, for running ones to grow into.
-    preemption_mode: what happens to the KV of a preempted request: "recompute", "swap" to host memory (needs
-        swap_space), or "auto", the one that is estimated to take less time.
-    max_preemptions: number of preemptions after which a request is protected from more.
+    long_prefill_token_threshold: maximum number of prompt tokens of one request in a step; None sets no
+        limit.
+    max_num_partial_prefills: maximum number of requests with partly computed prompts; None sets no limit.
+    max_waiting: maximum number of waiting requests; more are refused. None sets no limit.
+    max_queued_tokens: maximum number of tokens of all waiting requests together; a request that exceeds it is
+        refused, unless no other waits. None sets no limit.
+    watermark: share of the blocks that stay free when a request is admitted, so that running requests can
+        grow.
+    preemption_mode: what happens to the KV of a preempted request: "recompute" frees it and computes it
+        again, "swap" moves it to host memory (needs swap_space), "auto" takes what is estimated to be faster.
+    max_preemptions: number of preemptions after which a request is not preempted again.
     swap_space: host memory for swapping in GiB; None takes 4 with a GPU and 0 on a CPU.
     attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, and on a CPU numba or, if
         that is not installed, torch.
     num_threads: CPU threads of operations, one setting for all engines of the process. None takes
-        OMP_NUM_THREADS or torch.set_num_threads if used, else the cores that affinity and container allow.
-    pipeline_parallel_size: how many stages the layers are divided into, each in processes of its own; see
+        OMP_NUM_THREADS or the number given to torch.set_num_threads, if either is set, and else the number of
+        cores that affinity and container allow.
+    pipeline_parallel_size: how many stages the layers are divided into; each stage has its own processes, see
         docs/parallel.md.
-    tensor_parallel_size: how many processes the weights of each layer are divided among, in each stage.
-    pipeline_layers: the number of layers of each stage, in their order; None takes about equal bytes.
-    rank_timeout_s: seconds after which a process that does not answer the others within a step is taken for
-        one that hangs; longer than the longest step.
-    weights_cache: a folder of weights as a CPU's kernels pack them, which later starts map instead of packing
-        them again, from 64 MB of weights on; False for no such folder; None takes paged/weights in the user's
-        cache ($XDG_CACHE_HOME). See docs/starts.md.
-    verify_weights_cache: read the checkpoint to see whether kept weights are its own, rather than trust the
-        size, inode and times of its files.
-    deterministic: batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU with numba,
-        where it holds even without this option, except in bfloat16 on ARM.
-    speculative_config: how to guess tokens, which steps verify beside the next one, without a change of any
-        output: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
-        {"model": "owner/name"}, a dict or its JSON; see `SpeculativeConfig`. None guesses none.
-    enforce_eager: record no steps. By default a CPU with numba records small steps and replays them, and a
-        GPU has CUDA graphs of decodes.
-    cudagraph_capture_sizes: the numbers of requests to which decodes are padded on a GPU, each of which has
-        CUDA graphs; None takes 1, 2, 4 and the multiples of 8 up to max_cudagraph_capture_size.
-    max_cudagraph_capture_size: the most requests of a CUDA graph; steps of more run without one. None takes
-        max_num_seqs, or the largest of cudagraph_capture_sizes.
-    async_scheduling: whether the host schedules the next step of the same requests while the device computes
-        one. None takes True on a GPU with Triton's kernels where one process has the model; elsewhere True is
-        an error.
+    tensor_parallel_size: how many processes share the weights of each layer, in each stage.
+    pipeline_layers: the number of layers of each stage, in the order of stages; None takes numbers that give
+        each stage about equally many bytes.
+    rank_timeout_s: seconds without an answer after which a process of the model counts as hung; must be
+        longer than the longest step.
+    weights_cache: on a CPU, a folder for packed weights: the first start writes them, later starts map them
+        instead of packing again. Models of less than 64 MB are not written. False turns it off; None takes
+        paged/weights in the user's cache ($XDG_CACHE_HOME). See docs/starts.md.
+    verify_weights_cache: before mapping packed weights, hash the checkpoint's contents instead of trusting
+        the size, inode and times of its files.
+    deterministic: make results batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU
+        with numba; there, only bfloat16 on ARM needs this option.
+    speculative_config: how to guess tokens. A step verifies the guesses, and no output changes. A dict or its
+        JSON: {"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"} or, for a draft model,
+        {"model": "owner/name"}; see `SpeculativeConfig`. None guesses nothing.
+    enforce_eager: neither record nor replay steps. By default, a CPU with numba records and replays small
+        steps, and a GPU captures decodes as CUDA graphs.
+    cudagraph_capture_sizes: on a GPU, the numbers of requests for which decodes are captured as CUDA graphs;
+        a decode step is padded to the next of them. None takes 1, 2, 4 and the multiples of 8 up to
+        max_cudagraph_capture_size.
+    max_cudagraph_capture_size: maximum number of requests in a CUDA graph; larger steps run without a graph.
+        None takes max_num_seqs, or the largest of cudagraph_capture_sizes.
+    async_scheduling: whether the host schedules the next step while the device still computes the last one.
+        None takes True on a GPU with Triton's kernels if one process holds the model; elsewhere True is an
+        error.
     enable_lora: take requests with LoRA adapters; see docs/lora.md.
-    max_loras: how many adapters a step has at most. Memory for each is taken at start.
+    max_loras: maximum number of adapters in a step. Memory for each is taken at the start.
     max_lora_rank: the largest rank of an adapter.
     max_cpu_loras: how many adapters stay in host memory, at least max_loras; None takes max_loras.
     lora_target_modules: the endings of the names of layers that adapters may change, such as "q_proj"; None
-        takes all linear layers but those of experts, and no embedding or head.
-    seed: from which the seeds of requests without one are derived.
+        takes all linear layers except experts, embedding and head.
+    seed: requests without a seed get one derived from this.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
     Raises ConfigError naming the value and what is allowed.
@@ -232,17 +242,19 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are guessed; None: not at all."""
+        """The parsed speculative_config; None if no tokens are guessed."""
         return cast("SpeculativeConfig | None", self.speculative_config)
 
     @property
     def num_ranks(self) -> int:
-        """How many processes hold a part of the model."""
+        """Number of processes that hold a part of the model."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def num_seats(self) -> int:
-        """How many requests may run at once, if the model does not keep states that take too much."""
+        """Maximum number of requests that run at once, before `max_num_seqs` None is lowered for recurrent
+        states.
+        """
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     def _take_defaults(self) -> None:
@@ -339,7 +351,9 @@ class EngineConfig:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Return the options that make a config again. Raises ConfigError if it is none."""
+    """Return the options with which `EngineConfig` makes this config again. Raises ConfigError if `config` is
+    not one.
+    """
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"engine_args must be EngineArgs or EngineConfig, got {shown(config)}")
     return {field.name: getattr(config, field.name) for field in fields(EngineConfig)}

@@ -101,7 +101,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """The name of the field that was given."""
         return next(f.name for f in fields(self) if getattr(self, f.name) is not None)
 
 
@@ -110,12 +110,12 @@ class StructuredOutputsParams:
 class SamplingParams(metaclass=ExplainsMissing):
     """Sampling and stopping of one request, with vLLM's names and meanings.
 
-    A field may be assigned to; its value is checked as by the constructor. A request takes a copy when it is
-    made, so that it does not see what is assigned later.
+    A field may be assigned to; its value is checked as by the constructor. A request copies its parameters
+    when it is made, so a later assignment does not affect it.
 
     Logits are changed in this order: structured_outputs and allowed_token_ids, bad_words, min_tokens,
     logit_bias, repetition, frequency and presence penalty, DRY, logits_processors, temperature, min_p,
-    top_n_sigma, typical_p, top_k, top_p. Log-probabilities are those of the unchanged logits.
+    top_n_sigma, typical_p, top_k, top_p. Log-probabilities are computed from the unchanged logits.
 
     n: number of samples; the prompt is computed once for all.
     best_of: number of samples to generate, of which the n with the highest cumulative log-probability are
@@ -132,8 +132,8 @@ class SamplingParams(metaclass=ExplainsMissing):
         and the request id.
     presence_penalty: subtracted from the logit of every token generated before.
     frequency_penalty: subtracted once for every time the token was generated.
-    repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative
-        ones multiplied (Keskar et al., 2019); 1 changes nothing.
+    repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative ones
+        multiplied (Keskar et al., 2019); 1 changes nothing.
     dry_multiplier: DRY subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a
         token that would extend a repetition of n tokens; 0 turns it off.
     dry_base: see dry_multiplier.
@@ -145,7 +145,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     bad_words: texts whose token sequences, at the beginning of a text and after a space, are not generated;
         other tokens may still form the same text.
     min_tokens: EOS, stop_token_ids and stop strings do not end the output before this many tokens.
-    max_tokens: most tokens to generate; None continues to EOS, a stop or the end of the context.
+    max_tokens: maximum number of tokens to generate; None continues to EOS, a stop or the end of the context.
     stop: strings before which the output ends; the first one completed counts, and the longest of those
         completed at once.
     stop_token_ids: token ids that end the output like EOS.
@@ -155,8 +155,8 @@ class SamplingParams(metaclass=ExplainsMissing):
     ignore_eos: treat EOS as any other token.
     logprobs: report the log-probability of every output token and of this many most likely ones at its
         position; -1 reports the whole vocabulary; None reports nothing.
-    prompt_logprobs: the same for the prompt's tokens, which are then computed even if cached; None reports
-        nothing.
+    prompt_logprobs: report log-probabilities of the prompt's tokens in the same way, which computes them even
+        if they are cached; None reports nothing.
     detokenize: produce text; False allows no stop strings.
     skip_special_tokens: leave special tokens out of the text.
     spaces_between_special_tokens: put spaces between adjacent special tokens in the text.
@@ -167,8 +167,8 @@ class SamplingParams(metaclass=ExplainsMissing):
     logits_processors: functions that take (output tokens so far, logits f32[vocab_size]) or (prompt tokens,
         output tokens, logits) and return new logits. Called for every token, they delay the whole batch.
     structured_outputs: the language that the output must belong to.
-    num_speculative_tokens: most tokens that a step guesses of this request, where the engine has a
-        speculative_config; its number if that is lower. 0 turns it off. None takes the engine's.
+    num_speculative_tokens: maximum number of tokens that a step guesses for this request, at most the number
+        of the engine's speculative_config; 0 guesses none. None takes the engine's number.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -268,7 +268,7 @@ class SamplingParams(metaclass=ExplainsMissing):
 
     @property
     def edits_beside_grammar(self) -> bool:
-        """Whether anything but the masks of a grammar changes logits."""
+        """Whether anything besides a grammar's masks changes the logits."""
         return (
             self.penalizes
             or self.dry_multiplier > 0.0
@@ -350,8 +350,9 @@ class SamplingParams(metaclass=ExplainsMissing):
 class PoolingParams:
     """Options of an embedding, with vLLM's names; `LLMEngine.embed` has more.
 
-    dimensions: keep so many of the first numbers, and normalize these (matryoshka embeddings).
-    use_activation: scale each embedding to a Euclidean norm of 1; None does what the checkpoint says.
+    dimensions: keep this many numbers from the start of the embedding and normalize them again (matryoshka
+        embeddings).
+    use_activation: scale each embedding to a Euclidean norm of 1; None follows the checkpoint.
 
     Raises RequestError naming the value and what is allowed.
     """
@@ -366,10 +367,11 @@ class PoolingParams:
 @partial(strict, vllm="BeamSearchParams", assignable=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """Parameters of a beam search: vLLM's names, and where vLLM differs from it, transformers' semantics.
+    """Parameters of a beam search. The names are vLLM's; where vLLM and transformers differ, the meaning is
+    that of transformers.
 
     beam_width: how many continuations are followed and returned.
-    max_tokens: most tokens to generate.
+    max_tokens: maximum number of tokens to generate.
     ignore_eos: treat EOS as any other token.
     temperature: must be 0: continuations are ranked by the model's own log-probabilities.
     length_penalty: a score is the log-probability divided by (generated tokens, EOS included) to this power.
@@ -403,7 +405,7 @@ class BeamSearchParams:
 
 
 def num_arguments(processor: LogitsProcessor) -> int:
-    """Return with how many arguments to call a logits processor: 2 or 3, or 0 if it takes neither."""
+    """Return the number of arguments of a logits processor: 2 or 3, or 0 if it accepts neither."""
     try:
         signature = inspect.signature(processor)
     except (TypeError, ValueError):  # compiled code may have no signature
@@ -446,7 +448,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Validate (token id, bias) pairs, whose ids may be text. Raise RequestError naming a wrong value."""
+    """Validate (token id, bias) pairs; ids may be text. Raises RequestError naming a wrong value."""
     biases = dict[int, float]()
     for key, bias in pairs:
         number = int(key) if _is_number(key) else plain(key)

@@ -21,16 +21,16 @@ _FORM = '{"method": "ngram", "num_speculative_tokens": 4}'
 class SpeculativeConfig:
     """How the next tokens of requests are guessed, with vLLM's keys.
 
-    method: "ngram" guesses what followed the last tokens where they occurred before in the request; "suffix"
-        looks in its siblings too, and in outputs that ended before, of the same tenant and cache_salt;
-        "draft_model", the default where `model` is given, has a second, smaller model draw them. All guess
-        the tokens that structured_outputs force, where there are some; "grammar" guesses these only.
-    num_speculative_tokens: most guesses for a request in a step.
-    adaptive: whether steps take only as many guesses as make tokens come faster, by measured times and
-        acceptance; False takes all that are made.
-    prompt_lookup_max: most tokens of a match that "ngram" compares; of equally long ones the newest counts.
-        None takes 5, or prompt_lookup_min if that is more.
-    prompt_lookup_min: fewest tokens of a match.
+    method: "ngram" finds the request's last tokens earlier in the request, and guesses what followed there;
+        "suffix" also searches the request's other samples, and finished outputs of the same tenant and
+        cache_salt; "draft_model", the default if `model` is given, has a second, smaller model draw the
+        guesses. Every method also guesses tokens that structured_outputs force; "grammar" guesses only these.
+    num_speculative_tokens: maximum number of guesses for a request in a step.
+    adaptive: whether a step verifies only as many guesses as save time, by measured step times and acceptance
+        rates; False verifies all guesses.
+    prompt_lookup_max: maximum length of a match of "ngram", in tokens; of equally long matches the newest is
+        taken. None takes 5, or prompt_lookup_min if that is more.
+    prompt_lookup_min: minimum length of a match, in tokens.
     model: the draft model, as EngineConfig names one. It must have the tokenizer of the engine's model.
     revision: branch, tag or commit of the draft model on the hub.
     quantization: quantize the draft model's weights while loading, to "int8" or "int4"; None takes them as
@@ -85,12 +85,12 @@ class SpeculativeConfig:
 
     @property
     def longest_match(self) -> int:
-        """The most tokens of a match that "ngram" compares."""
+        """Maximum length of a match of "ngram", in tokens."""
         return self.prompt_lookup_max or max(LOOKUP_MAX, self.prompt_lookup_min)
 
     @classmethod
     def of(cls, given: object) -> Self | None:
-        """Return the config that is given as one, as a dict, or as the JSON of a dict; None for none."""
+        """Return a config from a SpeculativeConfig, a dict or JSON text; None stays None."""
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):

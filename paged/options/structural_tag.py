@@ -295,7 +295,7 @@ def _parts(where: str, given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[
 def grammars_of(
     given: Mapping[str, Any], where: str = f"{NAME}.format"
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the parts of a checked format that are grammars of their own, each with its path or name."""
+    """Yield each grammar inside a validated format, with its path or name."""
     field = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}.get(given["type"])
     if field is not None:
         yield given.get("name") or f"{where}.{field}", given

@@ -35,10 +35,10 @@ FIELDS = ("custom_id", "method", "url", "body")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the input.
+    """One line of a batch file.
 
-    identity: the id of its result, which is the same in every run.
-    call: the request, or the error that refuses it.
+    identity: the id of the line's result, the same in every run.
+    call: the request, or the error because of which it is refused.
     """
 
     identity: str
@@ -47,10 +47,10 @@ class Line:
 
 
 class IdentitySet:
-    """A set of identities that takes 21 to 43 bytes for each, where a Python set takes 120.
+    """A set of identities that takes 21 to 43 bytes per entry; a Python set takes 120.
 
-    There may be ten million. The set is a table with open addressing and slots of 16 bytes; an identity is
-    already a hash, which gives its slot.
+    A batch may have ten million lines. The set is a hash table with open addressing and slots of 16 bytes; an
+    identity is its own hash.
     """
 
     def __init__(self) -> None:
@@ -107,12 +107,12 @@ def count_lines(file: Path) -> int:
 
 
 def is_done(file: Path, done: IdentitySet) -> bool:
-    """Return whether all lines have results."""
+    """Return whether every line has a result."""
     return next(read_lines(file, done), None) is None
 
 
 def read_lines(file: Path, done: IdentitySet, limits: Limits = BATCH_LIMITS) -> Iterator[Line]:
-    """Yield the lines whose results are not in `done`."""
+    """Yield the lines that have no result in `done`."""
     seen = IdentitySet()
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
@@ -170,16 +170,17 @@ def _identity(*parts: Any) -> str:
 
 
 class BatchOutput:
-    """The results of a batch, with those of earlier runs. A context manager that closes the file.
+    """The file of a batch's results, including results of earlier runs. A context manager that closes the
+    file.
 
     done: identities of the lines that have a result.
-    num_failed: how many of these results are errors.
-    has_known_options: whether the options of the earlier results are known.
+    num_failed: how many of the results are errors.
+    has_known_options: whether the options of the earlier runs are known.
 
-    options: the options of this run, which must equal those of the earlier results.
-    retry_failed: replace the errors of earlier runs, whose lines are not in `done`.
+    options: the options of this run. They must equal the options of the earlier runs.
+    retry_failed: whether to replace the errors of earlier runs; lines with an error are then not in `done`.
 
-    Raises FileError if the file contains other data or if options differ, and the errors of `ResultFile`.
+    Raises FileError if the file contains other data, if options differ, or as `ResultFile` does.
     """
 
     def __init__(self, path: Path, source: Path, options: RunOptions, *, retry_failed: bool = False) -> None:

@@ -39,15 +39,16 @@ ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A method and a path of the server, added to ROUTES.
+    """One entry of ROUTES: a method and a path of the server.
 
-    summary: what it does, for /openapi.json.
+    summary: what the endpoint does, for /openapi.json.
     answer: the name of the response's schema in RESPONSES; None if the response is not JSON.
     call: the class that parses the body; None if there is no body.
-    media: the content type of the answer. streamed: the content type of a stream, if the answer may be one.
-    error: the name of the schema of errors.
-    access: who may use it, see `Access`.
-    is_probe: whether it is also answered on connections beyond the limit, because monitors use it.
+    media: the content type of the answer. streamed: the content type of a streamed answer, if the answer may
+        be streamed.
+    error: the name of the errors' schema.
+    access: who may use the endpoint, see `Access`.
+    is_probe: whether requests are answered even on connections beyond the limit, because monitors send them.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -64,7 +65,7 @@ class Endpoint:
 
     @property
     def needs_key(self) -> bool:
-        """Whether a request needs a key if the server has any."""
+        """Whether requests need a key, if the server has keys."""
         return self.access in ("keys", "admin", "watch")
 
     def __post_init__(self) -> None:
@@ -224,19 +225,19 @@ DEFAULT_LIMITS = Limits()
 
 
 def access_of(path: str) -> Access:
-    """Return who may use a path. Unknown paths need a key too, so that all paths look alike without a key."""
+    """Return who may use a path. Unknown paths need a key too, so that they look like known ones."""
     return "admin" if path.startswith(ADMIN_PREFIX) else ACCESS.get(path, "keys")
 
 
 def is_of_messages(path: str) -> bool:
-    """Return whether a path belongs to Anthropic's API, whose keys and errors have another form."""
+    """Return whether a path belongs to Anthropic's API, which has its own format of keys and errors."""
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
 def error_in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
-    """Return the body of an error response in the form of the API that a path belongs to.
+    """Convert the body of an error to the format of the API that a path belongs to.
 
-    body: in OpenAI's form.
+    body: the error in OpenAI's format.
     """
     return message_error(status, body, request_id) if is_of_messages(path) else body
 
@@ -244,7 +245,7 @@ def error_in_form_of(path: str, status: int, body: dict[str, Any], request_id: s
 def parse_call(url: Any, body: Any, limits: Limits = DEFAULT_LIMITS) -> Call:
     """Parse the body of a request to a URL path.
 
-    Raises RequestError or UnknownArgumentError, whose param is the field that is wrong.
+    Raises RequestError or UnknownArgumentError. The error's `param` is the wrong field.
     """
     if not isinstance(url, str) or url not in ENDPOINTS:
         raise RequestError(f"url {shown(url)} is not supported; it is one of {', '.join(ENDPOINTS)}")

@@ -27,7 +27,7 @@ SAMPLING_NAMES = [field.name for field in fields(SamplingParams) if field.name n
 
 
 class Job(NamedTuple):
-    """A prompt with its tenant and the arguments of SamplingParams that are given for it."""
+    """A prompt with its tenant and its arguments of SamplingParams."""
 
     prompt: dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
     sampling: dict[str, Any]
@@ -35,16 +35,16 @@ class Job(NamedTuple):
     given_id: dict[str, Any]  # {"id": ...} if the line has one
 
     def result(self, index: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of the prompt with this index in its file."""
+        """Return the result of the prompt number `index` in its file, as JSON."""
         return {"index": index, **self.given_id, **self.prompt, **outcome}
 
 
 def read_jobs(file: Path, sampling: dict[str, Any]) -> list[Job]:
     """Return the prompts of a file: one text per line or, in a .jsonl or .ndjson file, one object per line.
 
-    sampling: the parameters that a line does not give. Blank lines are skipped.
+    sampling: the parameters for lines that do not set them. Blank lines are skipped.
 
-    Raises FileError naming file and line, or a type of file that holds no prompts; OSError if the file
+    Raises FileError, naming file and line, for a wrong line or a wrong type of file; OSError if the file
     cannot be read.
     """
     suffix = file.suffix.lower()
@@ -98,7 +98,7 @@ def sampling_from_json(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome_of(output: RequestOutput) -> dict[str, Any]:
-    """Return a finished request as JSON: the fields of its sample or, of several, a list of them."""
+    """Return a finished request as JSON: the fields of its sample, or a list of the samples' fields."""
     for completion in output.outputs:
         if completion.finish_reason == "error":
             return {"error": str(completion.stop_reason)}
@@ -124,7 +124,7 @@ def _sample(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def candidates_of(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
-    """Return the candidates at one place of a text, the chosen token first."""
+    """Return the candidates at one position, the chosen token first."""
     return [
         {"token_id": i, "token": c.decoded_token, "logprob": finite(c.logprob), "rank": c.rank}
         for i, c in place.items()
@@ -132,7 +132,7 @@ def candidates_of(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability for JSON, which has no infinity."""
+    """Return a log-probability as JSON can store it: -inf becomes the lowest finite number."""
     return max(logprob, LOWEST_LOGPROB)
 
 

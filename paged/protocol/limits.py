@@ -25,17 +25,17 @@ MAX_CONTEXTS = 4  # times max_model_len: tokens of a text to tokenize, or of tok
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the operator of a server allows, and the defaults of chats.
+    """What the operator of a server allows, and the defaults for chats.
 
-    max_logprobs: most candidates that a request may ask for at each position; -1 sets no limit.
-    cached_tokens: whether answers say how many prompt tokens were in the prefix cache. A client may learn
-        from it what others sent.
-    trust_chat_template: whether a body may bring a chat template, which is code.
-    chat_template: the template of bodies without one; None takes the checkpoint's.
-    chat_template_kwargs: variables for the template; a body may replace them.
+    max_logprobs: maximum number of candidates that a request may ask for at each position; -1 sets no limit.
+    cached_tokens: whether answers say how many prompt tokens were in the prefix cache. From this number, a
+        client may learn what others sent.
+    trust_chat_template: whether a body may contain a chat template, which is code.
+    chat_template: the template for bodies without one; None takes the checkpoint's.
+    chat_template_kwargs: variables for the template. A body may override them.
     chat_format: how the model writes tool calls and reasoning.
-    ignore_builtin_tools: whether the built-in tools of hosted APIs are left out rather than refused.
-    max_model_len: the engine's context in tokens, to which conversations are cut; None if unknown.
+    ignore_builtin_tools: whether built-in tools of hosted APIs are left out instead of refused.
+    max_model_len: the length in tokens to which long conversations are cut; None if unknown.
     """
 
     max_logprobs: int = 20

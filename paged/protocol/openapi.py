@@ -18,7 +18,7 @@ _OF_BODIES = (400, 404, 408, 413, 415, 504)
 
 
 def openapi() -> dict[str, Any]:
-    """Return the description of all routes."""
+    """Return the OpenAPI description of all routes."""
     paths = dict[str, dict[str, Any]]()
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)

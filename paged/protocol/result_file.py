@@ -18,11 +18,11 @@ from .jobs import Job, check_writable
 class ResultFile:
     """A locked file of results, one JSON object per line. A context manager that closes the file.
 
-    A result is written by one call as soon as it exists. A killed run leaves whole lines and perhaps a
-    partial one, which the next run truncates.
+    Each result is written by one system call as soon as it exists. A killed run leaves whole lines and
+    perhaps a partial one; the next run removes the partial line.
 
-    Raises FileError naming the file if it cannot be written, is one of the inputs, a pipe or a device, or
-    is being written by another process.
+    Raises FileError naming the file if it cannot be written, is one of the inputs, a pipe or a device, or is
+    being written by another process.
     """
 
     def __init__(self, path: Path, *inputs: Path) -> None:
@@ -45,21 +45,21 @@ class ResultFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file, which another process may then write."""
+        """Close the file, so that another process may write it."""
         self._file.close()
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes."""
+        """The size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines of earlier runs. The last one may be partial."""
+        """Yield the lines of earlier runs. The last line may be partial."""
         with self.path.open("rb") as lines:
             yield from lines
 
     def truncate(self, size: int) -> None:
-        """Cut the file after this many bytes."""
+        """Truncate the file to this many bytes."""
         os.ftruncate(self._file.fileno(), size)
 
     def write(self, result: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class ResultFile:
             text = text[self._file.write(text) :]
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Replace the content in one step: a kill leaves the old content or the new one."""
+        """Replace the content atomically: a kill leaves either the old content or the new content."""
         target = self.path.resolve()
         partial = target.with_name(f".{target.name}.partial")
         file = partial.open("wb", buffering=0)
@@ -100,7 +100,7 @@ def _lock(file: FileIO, path: Path) -> None:
 
 
 class Earlier(NamedTuple):
-    """The results of the first prompts that an interrupted run has left."""
+    """The results that an interrupted run left for the first prompts."""
 
     num_done: int
     num_failed: int
@@ -111,7 +111,7 @@ NO_RESULTS = Earlier(0, 0, 0)
 
 
 def earlier_results(file: ResultFile, jobs: Sequence[Job]) -> Earlier:
-    """Return how many of these prompts, from the first on, have results in the file.
+    """Return the results in the file that belong to the first prompts.
 
     Raises FileError naming the first line that is not the result of its prompt.
     """

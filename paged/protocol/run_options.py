@@ -32,12 +32,12 @@ WITHOUT_EFFECT = frozenset(
 
 
 class RunOptions:
-    """The options of a run. A resumed run must have the options that began the file of results.
+    """The options of a run. A resumed run must have the options of the run that created the file of results.
 
-    results: the file of results. NAME.options.json beside it keeps the options.
-    engine: arguments of LLMEngine. more: other options; None stands for an option that is not given.
+    results: the file of results, NAME. The options are stored in NAME.options.json.
+    engine: arguments of LLMEngine. more: other options; None if an option is not given.
 
-    Raises FileError if the options cannot be kept.
+    Raises FileError if the options cannot be stored.
     """
 
     def __init__(
@@ -55,9 +55,7 @@ class RunOptions:
         self._options = json.loads(json.dumps(relevant, default=_plain))
 
     def keep(self) -> None:
-        """Write the options when a file of results is begun. A killed process leaves the old or the new ones,
-        never a mixture.
-        """
+        """Write the options when a file of results is begun. A kill leaves the old or the new options."""
         partial = self.path.with_name(f".{self.path.name}.partial")
         partial.write_text(json.dumps(self._options, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self.path)
@@ -65,7 +63,7 @@ class RunOptions:
     def check(self) -> bool:
         """Return whether the options of the earlier results are known.
 
-        Raises FileError naming the differences if they are not the options of this run.
+        Raises FileError, naming the differences, if they differ from this run's options.
         """
         try:
             kept = json.loads(self.path.read_bytes())

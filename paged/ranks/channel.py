@@ -22,13 +22,13 @@ class Channel:
         self._received = b""
 
     def send(self, message: Message) -> None:
-        """Send a message. Do nothing if the other end is closed: the reading thread notices that."""
+        """Send a message. If the other end is closed, do nothing: the thread that reads will notice."""
         line = json.dumps(message).encode() + b"\n"
         with self._lock, suppress(OSError):
             self._socket.sendall(line)
 
     def messages(self) -> Iterator[Message]:
-        """Yield the messages of the other end until it is closed."""
+        """Yield the messages from the other end until it is closed."""
         while True:
             *lines, self._received = self._received.split(b"\n")
             for line in lines:
@@ -42,7 +42,7 @@ class Channel:
             self._received += data
 
     def close(self) -> None:
-        """Close this end, which wakes the readers at both ends."""
+        """Close this end. Readers at both ends are woken."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -34,34 +34,35 @@ class Supervision(Protocol):
     """Watches the processes of the other ranks, and ends them."""
 
     def on_step(self, number: int) -> None:
-        """Note that a message goes to all ranks."""
+        """Record that a message is being sent to all ranks."""
 
     def check(self) -> None:
         """Raise RankError if a process has ended."""
 
     def end_after(self, error: BaseException) -> RankError:
-        """End all ranks after a step has raised. Return the reason."""
+        """End all ranks after a step has raised. Return an error with the reason."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
         """Call a function, from another thread, once a process has ended."""
 
     def describe(self) -> str:
-        """Return what each rank holds."""
+        """Describe what each rank holds."""
 
     def close(self, end: Callable[[], None]) -> None:
         """End the processes.
 
-        end: called to end processes that were not started here.
+        end: called to end processes that another process started.
         """
 
 
 class DriverRunner(ModelRunner):
-    """The `Executor` of a model over several ranks. It computes the last stage, or a shard of it, and
+    """The `Executor` of a model over several ranks. It computes the last stage, or a shard of that stage, and
     samples.
 
-    A message to all ranks launches a step. This rank computes its part when the step's results are taken.
+    Launching a step sends a message to all ranks. This rank computes its own part only when the step's
+    results are taken.
 
-    supervision: watches and ends the other ranks; None if whatever ends them ends this rank, too.
+    supervision: watches and ends the other ranks; None if their end would end this rank too.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class DriverRunner(ModelRunner):
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that steps have waited for other ranks."""
+        """The seconds that steps have waited for other ranks so far."""
         return self._transport.waited_s
 
     def launch(self, plan: StepPlan) -> RankedStep:
@@ -107,7 +108,7 @@ class DriverRunner(ModelRunner):
         return step
 
     def compute_until(self, last: RankedStep | None = None) -> None:
-        """Compute this rank's part of the steps up to `last`, by default of all launched steps."""
+        """Compute this rank's part of all launched steps, or of the steps up to `last`."""
         while self._launched and (last is None or last.output is None):
             step = self._launched.popleft()
             self._number = step.number
@@ -122,7 +123,7 @@ class DriverRunner(ModelRunner):
         return compute(self.model, self.graphs, batch, self.kv_cache, stream)
 
     def discard(self) -> None:
-        """Give up the steps in flight, whose results are not taken."""
+        """Give up the steps in flight. Their results will not be taken."""
         for sampler in self._samplers:
             sampler.forget()
         self._launched.clear()
@@ -135,11 +136,12 @@ class DriverRunner(ModelRunner):
             self._supervision.check()
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """End the other ranks if a step has lost one. Return why no step can run any more; None if steps can.
+        """End the other ranks if a step has lost one. Return the error if no step can run any more; None if
+        steps can.
 
-        With stages, any other error was raised by the last stage alone. The other stages go on, and the
-        streams of the steps given up are dropped as they arrive. Shards wait for each other within a step, so
-        all are lost.
+        Without shards, any other error was raised by the last stage alone. The other stages go on, and the
+        streams of abandoned steps are dropped when they arrive. With shards, all ranks are ended, because
+        shards wait for each other within a step.
         """
         if (dead := super().recover(error)) is not None:
             return dead
@@ -150,7 +152,7 @@ class DriverRunner(ModelRunner):
         return dead_engine(str(failure), failure)
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a function, from another thread, when `check` may raise."""
+        """Call a function, from another thread, as soon as `check` may raise."""
         if self._supervision is not None:
             self._supervision.watch(on_loss)
 
@@ -160,7 +162,7 @@ class DriverRunner(ModelRunner):
             self._supervision.close(self.end)
 
     def describe(self) -> str:
-        """Return dtype, device, threads and attention backend, and what each rank holds, the driver first."""
+        """Describe dtype, device, threads and backend, and what each rank holds, the driver first."""
         held = "" if self._supervision is None else f"; {self._supervision.describe()}"
         return super().describe() + held
 
@@ -188,7 +190,7 @@ class DriverRunner(ModelRunner):
         return join_blocks(self.model_config, self.sizes.block_size, groups, parts())
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write what `read_blocks` returned of a block into a block, on all ranks."""
+        """Write into a block, on all ranks, the contents that `read_blocks` returned for one block."""
         self.compute_until()
         whole = {name: tensor[:, None] for name, tensor in contents.items()}
         self._transport.send_message(self._writer.write_block(block))
@@ -224,7 +226,7 @@ class RankedStep:
         self.output: StepOutput | None = None
 
     def result(self) -> StepOutput:
-        """Compute the last part of this step and of all earlier ones. Return its tokens."""
+        """Compute the last part of this step and of all earlier steps. Return this step's tokens."""
         self._runner.compute_until(self)
         assert self.output is not None, "the step was given up"
         return self.output

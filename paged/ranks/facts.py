@@ -37,7 +37,7 @@ _LENGTH_BYTES = 8
 
 
 def facts_of(config: EngineConfig, directory: Path) -> dict[str, Any]:
-    """Return the facts that must be equal on all ranks, by the names that messages use.
+    """Return everything that must be equal on all ranks, by the name that error messages use.
 
     Raises CheckpointError if the checkpoint has no weights.
     """
@@ -48,7 +48,7 @@ def facts_of(config: EngineConfig, directory: Path) -> dict[str, Any]:
 
 
 def plain_options(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of a config as JSON values. A policy object becomes the default's name."""
+    """Return the options of a config as JSON values. A policy object is replaced by the default's name."""
     options = {field.name: getattr(config, field.name) for field in fields(config)}
     speculation = config.speculation
     if speculation is not None:
@@ -78,7 +78,7 @@ def header_hash(directory: Path) -> str:
 
 
 def cpu_features() -> list[str]:
-    """Return the instruction sets of the CPU that determine the bits of sums."""
+    """Return the CPU's instruction sets that affect the bits of sums."""
     return sorted(cpu_flags() & CPU_FEATURES)
 
 

@@ -28,7 +28,7 @@ DRIVER = 0
 
 
 class FollowerRunner(PartRunner):
-    """Computes a part of a model in the steps of a driver. It does not know requests."""
+    """Computes a part of a model in the steps of a driver. It knows only plans, not requests."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FollowerRunner(PartRunner):
         self.allocate(directory, self._run_in_other_cache)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
-        """Carry out the driver's messages until one ends the loop.
+        """Carry out the driver's messages until a message ends the loop.
 
         on_message: called with the number of each message before it is carried out, and with None while the
             driver is idle.

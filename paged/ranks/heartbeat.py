@@ -24,7 +24,7 @@ GRACE_S = 2.0  # beyond rank_timeout_s
 class HeartbeatFile:
     """The heartbeat file of one rank.
 
-    timeout_s: seconds without a write after which a rank is taken to hang, once it has loaded.
+    timeout_s: seconds without a write after which a loaded rank counts as hung.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class HeartbeatFile:
         self._write()
 
     def loaded(self) -> None:
-        """Record that the rank computes steps from now on."""
+        """Record that the rank has loaded its weights."""
         self.has_loaded = True
         self._write()
 
     def beat(self, step: int | None = None) -> None:
-        """Record that the rank begins a step, or, without a number, that it waits for the next step."""
+        """Record that the rank begins step number `step`, or, if `step` is None, waits for the next step."""
         if step is not None:
             self.step = step
         if step is None or self._clock() - self._written_at >= LEAST_S:
@@ -88,7 +88,7 @@ def _start_of(pid: int) -> str | None:
 
 @dataclass(frozen=True)
 class RankState:
-    """What the heartbeat file of a rank says."""
+    """The content of a rank's heartbeat file."""
 
     rank: int
     pid: int
@@ -99,9 +99,7 @@ class RankState:
 
     @property
     def exists(self) -> bool:
-        """Whether this process is alive. A later process with the same pid, as after a container's restart,
-        does not count.
-        """
+        """Whether this process is alive. A later process with the same pid does not count."""
         if self.started is not None:
             return _start_of(self.pid) == self.started
         try:
@@ -113,7 +111,7 @@ class RankState:
         return True
 
     def trouble(self, now: float) -> str | None:
-        """Return why the rank is not well; None if it is."""
+        """Return what is wrong with the rank; None if nothing is."""
         name = f"rank {self.rank} (process {self.pid})"
         if not self.exists:
             return f"{name} has ended"
@@ -123,9 +121,9 @@ class RankState:
 
 
 def find_troubles(root: Path | None = None, now: float | None = None) -> tuple[int, list[str]]:
-    """Return how many ranks are on this machine, and why some of them are not well.
+    """Return the number of ranks on this machine, and what is wrong with some of them.
 
-    root: the directory with the ranks' private directories; None takes the one for temporary files.
+    root: the directory with the ranks' private directories; None takes the directory for temporary files.
     """
     now = time.time() if now is None else now
     num_ranks = 0

@@ -16,7 +16,10 @@ from .layout import RankLayout
 
 
 def keep_parts(config: EngineConfig) -> Iterator[Path | None]:
-    """Yield where the weights of each rank are kept; None if they are not. Raises what loading them does."""
+    """Store the packed weights of each rank. Yield their file; None if they are not stored.
+
+    Raises what loading the weights raises.
+    """
     directory = resolve(config.model, config.revision)
     model = read_config(directory)
     layout = RankLayout.of(config, model)

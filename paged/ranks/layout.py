@@ -19,10 +19,10 @@ from ..options.config import EngineConfig
 class RankLayout:
     """The ranks of a model: `num_stages` stages of `num_shards` ranks each.
 
-    Rank 0, which schedules and samples, is the first shard of the last stage, the stage with norm and head.
-    The stage with the embedding has the highest ranks.
+    Rank 0 schedules and samples. It is the first shard of the last stage, which has the final norm and the
+    head. The first stage, which has the embedding, has the highest ranks.
 
-    layers: the layers of each stage, in the order of the stages.
+    layers: the layers of each stage, first stage first.
     """
 
     num_stages: int
@@ -31,7 +31,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Divide a model as the options say. Raises DivisionError if that is impossible."""
+        """Divide a model as the options demand. Raises DivisionError if that is impossible."""
         num_stages = config.pipeline_parallel_size
         num_shards = config.tensor_parallel_size
         check_shards(model, num_shards)
@@ -56,7 +56,7 @@ class RankLayout:
         return self.num_stages - 1 - rank // self.num_shards
 
     def shard_of(self, rank: int) -> int:
-        """Return which shard of its stage a rank holds."""
+        """Return the shard of its stage that a rank holds."""
         return rank % self.num_shards
 
     def rank_of(self, stage: int, shard: int) -> int:
@@ -69,19 +69,19 @@ class RankLayout:
         return range(first, first + self.num_shards)
 
     def describe(self, rank: int) -> str:
-        """Return what a rank holds: "layers 12 to 21, shard 1 of 2"."""
+        """Describe what a rank holds, as in "layers 12 to 21, shard 1 of 2"."""
         held = self.layers[self.stage_of(rank)]
         layers = f"layer {held[0]}" if len(held) == 1 else f"layers {held[0]} to {held[-1]}"
         return layers + (f", shard {self.shard_of(rank)} of {self.num_shards}" if self.num_shards > 1 else "")
 
 
 def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int, int]]) -> tuple[range, ...]:
-    """Cut layers into consecutive stages, so that the most expensive stage costs as little as possible.
+    """Divide layers into consecutive stages such that the most expensive stage costs as little as possible.
 
     costs: the cost of each layer.
     joined: pairs of layers that must be in one stage.
 
-    Raises DivisionError if the joined layers allow fewer stages only.
+    Raises DivisionError if the joined layers allow only fewer stages.
     """
     num_layers = len(costs)
     cuts = _allowed_cuts(num_layers, joined)
@@ -163,9 +163,9 @@ def _listed(cuts: Sequence[int]) -> str:
 
 
 def split_evenly(cores: Sequence[Sequence[int]], index: int, count: int) -> list[int]:
-    """Return the CPUs of a rank: its share of whole cores.
+    """Return the CPUs of rank number `index` of `count`: an equal share of whole cores.
 
-    cores: for each core the list of its hardware threads.
+    cores: the hardware threads of each core.
     """
     size = len(cores) // count
     return sorted(cpu for core in cores[index * size : (index + 1) * size] for cpu in core)

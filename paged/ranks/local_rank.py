@@ -21,10 +21,11 @@ RANK_EXIT_S = 0.5  # from the end of a process's socket to its own end
 
 
 class LocalRank:
-    """A process that holds a part of the model. It ends when the process of this object ends.
+    """A process of this machine that holds a part of the model. It ends when the process that started it
+    ends.
 
-    name: the name of the rank in messages, with its part and its place.
-    failure: the class and the message of the exception that ended it, if it reported one.
+    name: the name of the rank in messages, with its stage and shard.
+    failure: the class and the message of the exception that ended the process, if it reported one.
     state: its last answer to `ask_state`; None until it answers.
     answered_at: the time of its last answer, or of its start, by time.monotonic.
     on_end: called, from another thread, when the process closes its socket.
@@ -67,7 +68,7 @@ class LocalRank:
         return self._process.poll() is not None
 
     def how_it_ended(self) -> str:
-        """Return how the process ended. Call it once the process has ended or is about to."""
+        """Return how the process ended. Call this once the process has ended or is about to."""
         try:
             code = self._process.wait(RANK_EXIT_S)
         except subprocess.TimeoutExpired:
@@ -83,24 +84,24 @@ class LocalRank:
         return f"ended with exit code {code}"
 
     def ask_state(self) -> None:
-        """Ask the process what it does. The answer soon appears in `state`."""
+        """Ask the process for its state. The answer soon appears in `state`."""
         self._channel.send({"order": "report"})
 
     def kill(self) -> None:
-        """End the process at once, and wait for that."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
         self._channel.close()
 
     def close(self) -> None:
-        """End the process."""
+        """Make the process end."""
         self._channel.send({"order": "end"})
         self._channel.close()
 
     def wait(self, until: float) -> None:
-        """Wait until the process has ended, and kill it at a given time.
+        """Wait until the process has ended. If it has not ended at the given time, kill it.
 
-        until: the time, by time.monotonic.
+        until: the time on the clock time.monotonic.
         """
         try:
             self._process.wait(max(0.0, until - time.monotonic()))

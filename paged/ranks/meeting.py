@@ -19,7 +19,7 @@ ENDED = "ended"  # what a rank tells at its end
 
 
 class Store(Protocol):
-    """The methods of torch.distributed's Store that are used here."""
+    """The methods of torch.distributed's Store that this module uses."""
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -31,13 +31,11 @@ class Store(Protocol):
         """Return whether all keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write a value if the current one is `expected`, or if there is none. Return the value that is
-        stored now.
-        """
+        """Write a value if there is none, or if it equals `expected`. Return the value that is now stored."""
 
 
 class Meeting:
-    """The exchange of values among ranks before they compute.
+    """Exchanges values among ranks before they compute.
 
     names: the names of the ranks in messages.
     check: called while this rank waits; it raises if another rank has ended.
@@ -52,19 +50,20 @@ class Meeting:
         self._check = check
 
     def gather(self, topic: str, value: Any, timeout_s: float | None = None) -> list[Any]:
-        """Tell all ranks a value. Wait for the values of all others, and return all of them.
+        """Send a value to all ranks and wait for theirs. Return the value of each rank.
 
-        Raises RankError naming the ranks without a value after timeout_s, and the error of `post_failure`.
+        Raises RankError naming the ranks that sent no value within timeout_s, or the error that a rank passed
+        to `post_failure`.
         """
         self.tell(topic, value)
         return self.collect(topic, timeout_s)
 
     def tell(self, topic: str, value: Any) -> None:
-        """Tell all ranks a value, without waiting for theirs."""
+        """Send a value to all ranks, without waiting for theirs."""
         self._store.set(f"{topic}/{self._rank}", json.dumps(value))
 
     def collect(self, topic: str, timeout_s: float | None = None) -> list[Any]:
-        """Return the value of each rank; see `gather`."""
+        """Wait for and return the value of each rank; see `gather`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         keys = [f"{topic}/{rank}" for rank in range(len(self._names))]
         pause_s = _FIRST_PAUSE_S
@@ -90,9 +89,10 @@ class Meeting:
 
 
 def post_failure(store: Store, rank: int, error: BaseException) -> PagedError:
-    """Make all ranks that wait, now or later, raise this error of a rank. The first posted error wins.
+    """Make all ranks that wait, now or later, raise an error of this rank. Only the first posted error
+    counts.
 
-    Returns the error that they raise.
+    Returns the error that the ranks raise.
     """
     kind = type(error).__name__ if isinstance(error, PagedError) else "RankError"
     text = str(error) if isinstance(error, PagedError) else f"{type(error).__name__}: {error}"

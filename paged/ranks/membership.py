@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Connects(Protocol):
-    """The part of a transport that is used here."""
+    """The method of a transport that this module uses."""
 
     def connect(self, store: Any) -> None:
         """Connect to the other ranks."""
@@ -36,7 +36,7 @@ class Connects(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """The figures that a rank reports once it has loaded."""
+    """The figures that a rank reports after loading."""
 
     host: str
     pid: int
@@ -46,7 +46,7 @@ class RankFigures:
 
 
 class Membership:
-    """The membership of one rank among the others. A `Peers` of its runner."""
+    """One rank's view of all ranks of a model: the `Peers` of its runner."""
 
     def __init__(
         self,
@@ -74,23 +74,23 @@ class Membership:
         require_equal(found, self.names)
 
     def loaded(self, weight_bytes: int) -> None:
-        """Wait until all ranks have read their weights, and connect to them."""
+        """Wait until all ranks have loaded their weights. Connect to them."""
         self.weight_bytes = weight_bytes
         self.meeting.gather("loaded", None)
         self._transport.connect(_STORES.PrefixStore("group", self._store))
 
     def least_seats(self, num_seats: int) -> int:
-        """Return for how many sequences the smallest rank has room."""
+        """Return the number of sequences for which the smallest rank has room."""
         found: list[int] = self.meeting.gather("seats", num_seats)
         return min(found)
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Return the smallest numbers of blocks, on the device and on the host, that any rank can hold."""
+        """Return the smallest numbers of device blocks and host blocks that any rank can hold."""
         found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])
         return min(own[0] for own in found), min(own[1] for own in found)
 
     def tell_figures(self, kv_bytes: int, cpu_features: Sequence[str]) -> list[RankFigures]:
-        """Tell all ranks that this one is ready. Return the figures of every rank."""
+        """Tell all ranks that this rank is ready. Return the figures of every rank."""
         own = RankFigures(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -102,19 +102,19 @@ class Membership:
 
 
 def name_of(layout: RankLayout, rank: int, host: str | None = None) -> str:
-    """Return the name of a rank for messages."""
+    """Return the name of a rank for messages, with its stage, shard and host."""
     stage = f"stage {layout.stage_of(rank)} of {layout.num_stages}, {layout.describe(rank)}"
     return f"rank {rank} ({stage}{f', on {host}' if host else ''})"
 
 
 def local_store(directory: Path, num_ranks: int) -> Store:
-    """Return the store of ranks on one machine: a file in their private directory, so no port."""
+    """Return the store of ranks on one machine: a file in their private directory, which needs no port."""
     store: Store = _STORES.FileStore(str(directory / "store"), num_ranks)
     return store
 
 
 def torchrun_store(torchrun: Torchrun) -> Store:
-    """Return the store of ranks that torchrun started. Raises RankError if the store cannot be reached."""
+    """Return the store of ranks that torchrun started. Raises RankError if it cannot be reached."""
     try:
         tcp_store = _STORES.TCPStore(
             torchrun.address,
@@ -137,10 +137,10 @@ def torchrun_store(torchrun: Torchrun) -> Store:
 
 @contextmanager
 def failing_together(store: Store, torchrun: Torchrun) -> Iterator[None]:
-    """Make all of torchrun's ranks raise the error that ends one of them, with that rank's name.
+    """If this rank of torchrun raises an error, make all other ranks raise it too, with this rank's name.
 
-    The error keeps its class if a restart would not help; otherwise it becomes a RankError. Exit codes
-    distinguish the two.
+    The error keeps its class if a restart would not help; otherwise it becomes a RankError. The exit codes of
+    the two differ.
     """
     try:
         yield

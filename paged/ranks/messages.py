@@ -21,7 +21,7 @@ _HEADER = struct.Struct("<Ii")  # the kind, and the number
 
 
 class MessageKind(IntEnum):
-    """The kind of a message."""
+    """The type of a message from the driver."""
 
     STEP = 1
     REPEATED_STEP = 2
@@ -32,9 +32,9 @@ class MessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message that was read.
+    """A message that was read from the driver.
 
-    step: the step to compute.
+    step: the step to compute, if the message is a step.
     blocks: the blocks to read, or the block to write.
     """
 
@@ -59,9 +59,9 @@ class _Decodes:
 
 
 class MessageWriter:
-    """Writes the messages of a driver, in order.
+    """Encodes the messages of a driver, in order.
 
-    num_in_flight: the most steps in flight.
+    num_in_flight: maximum number of steps in flight.
     """
 
     def __init__(self, block_size: int, num_in_flight: int) -> None:
@@ -70,7 +70,7 @@ class MessageWriter:
         self.number = 0  # of the last message
 
     def step(self, part: ComputedPart) -> bytes:
-        """Write a step."""
+        """Encode a step to compute."""
         again = self._repeated(part)
         self._decodes.remember(part)
         if again is None:
@@ -78,15 +78,15 @@ class MessageWriter:
         return self._written(MessageKind.REPEATED_STEP, again.tobytes())
 
     def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
-        """Make each rank send its part of these blocks."""
+        """Encode an order to send the rank's part of these blocks."""
         return self._written(MessageKind.READ_BLOCKS, array("i", blocks).tobytes())
 
     def write_block(self, block: BlockId) -> bytes:
-        """Make each rank write the contents that it is sent next into a block."""
+        """Encode an order to receive contents and write them into a block."""
         return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
 
     def end(self) -> bytes:
-        """Make the ranks end."""
+        """Encode an order to end."""
         return self._written(MessageKind.END, b"")
 
     def _written(self, kind: MessageKind, content: bytes) -> bytes:
@@ -115,7 +115,7 @@ class MessageWriter:
 
 
 class MessageReader:
-    """Reads the messages of a `MessageWriter`, in the same order.
+    """Decodes the messages of a `MessageWriter`, in the same order.
 
     num_groups: the number of layer groups of the model.
     """
@@ -127,7 +127,7 @@ class MessageReader:
         self._number = 0
 
     def read(self, data: bytes) -> Message:
-        """Read a message. Raises RankError unless it is the next one in order."""
+        """Decode a message. Raises RankError unless it is the next one in order."""
         code, number = _HEADER.unpack_from(data)
         self._number += 1
         if number != self._number:

@@ -20,12 +20,13 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    """The environment that torchrun gives to the processes it starts.
+    """The environment that torchrun gives to the processes that it starts.
 
-    local_rank, num_local: the number of this process among those of this machine, and how many these are.
+    local_rank, num_local: the number of this process among this machine's ranks, and the number of this
+        machine's ranks.
     address, port: the address at which all ranks meet.
-    attempt: how often torchrun has restarted all ranks.
-    hosts_store: whether torchrun itself hosts the store there; otherwise rank 0 does.
+    attempt: how many times torchrun has restarted all ranks.
+    hosts_store: whether torchrun itself hosts the store at this address; otherwise rank 0 hosts it.
     """
 
     rank: int
@@ -41,7 +42,7 @@ class Torchrun:
     def of(cls, config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return torchrun's environment for an engine of several ranks; None without torchrun.
 
-        Raises ConfigError if it is incomplete, or for another number of ranks.
+        Raises ConfigError if the environment is incomplete or has the wrong number of ranks.
         """
         if config.num_ranks == 1 or "RANK" not in environment:
             return None
@@ -79,7 +80,7 @@ class Torchrun:
     def own_address(self) -> str:
         """Return the address of this machine from which it reaches the other ranks.
 
-        Host names are not used: they may not resolve, and often resolve to loopback.
+        Host names are not used, since they may not resolve, or resolve to loopback.
         """
         try:
             family, _, _, _, place = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_DGRAM)[0]
@@ -91,15 +92,15 @@ class Torchrun:
 
 
 def follows(config: EngineConfig) -> bool:
-    """Return whether torchrun started this process to compute for rank 0 only. Raises ConfigError."""
+    """Return whether torchrun started this process as a rank other than 0. Raises ConfigError."""
     torchrun = Torchrun.of(config)
     return torchrun is not None and torchrun.rank > 0
 
 
 def bind_to_share(index: int, count: int) -> None:
-    """Bind this process to its share of the usable cores, if there are at least as many as processes.
+    """Bind this process to its share of the usable cores, if there are at least as many cores as processes.
 
-    Call it before torch is imported: torch's threads inherit the binding.
+    Call this before torch is imported, so that torch's threads inherit the binding.
     """
     if sys.platform != "linux" or count == 1:
         return
@@ -118,7 +119,8 @@ def _cores_of(cpus: set[int]) -> list[list[int]]:
 
 
 def share_of(config: EngineConfig, index: int, count: int) -> EngineConfig:
-    """Return the options of one rank on a machine. The ranks of a machine divide its memory and its cores.
+    """Return the options for rank number `index` of `count` ranks on a machine, which share its memory and
+    cores.
 
     Raises ResourceError if there are fewer GPUs or cores than ranks.
     """

@@ -40,10 +40,11 @@ _ORPHAN_S = 1.0  # from the end of the driver's socket to its own end
 
 
 class RankProcess:
-    """A rank that computes what the driver plans.
+    """A rank other than the driver. It computes the steps that the driver plans.
 
     config: the driver's config, for the whole model.
-    local_index, num_local: the number of this rank among those of this machine, and how many these are.
+    local_index, num_local: the number of this rank among this machine's ranks, and the number of this
+        machine's ranks.
     directory: the directory of the checkpoint.
     private: the directory with the heartbeat file.
     """
@@ -71,14 +72,12 @@ class RankProcess:
 
     @property
     def state(self) -> str:
-        """What the rank does: it "loads", "computes", "waits" for others, "fails", or is "lost"
-        without them.
-        """
+        """The rank's state: it "loads", "computes", "waits" for others, "fails", or is "lost" to others."""
         is_waiting = self._transport is not None and self._transport.is_waiting
         return "waits" if is_waiting and self._state == "computes" else self._state
 
     def set_state(self, state: str) -> None:
-        """Report what the rank does from now on."""
+        """Report a new state of the rank."""
         self._state = state
 
     def load(
@@ -88,7 +87,7 @@ class RankProcess:
         host: str,
         message_timeout_s: float | None,
     ) -> FollowerRunner:
-        """Load this rank's part and meet the others."""
+        """Load this rank's part of the model, and connect to the other ranks."""
         from ..architectures.hf_config import read_config
         from .facts import cpu_features, facts_of
         from .follower import FollowerRunner
@@ -120,7 +119,7 @@ class RankProcess:
         return runner
 
     def run(self, runner: FollowerRunner) -> None:
-        """Compute steps until the driver sends the end. Raises RankError if another rank is lost."""
+        """Compute steps until the driver ends them. Raises RankError if another rank is lost."""
         self.set_state("computes")
         self.heartbeat.loaded()
         try:
@@ -130,7 +129,7 @@ class RankProcess:
             self._transport.close()  # so that those that wait for this rank learn of it
 
     def end(self) -> None:
-        """Tell the waiting driver that this rank has read all of its messages."""
+        """Tell the driver, which waits, that this rank has read all of its messages."""
         assert self.membership is not None
         self.membership.meeting.tell(ENDED, None)
 
@@ -139,7 +138,7 @@ class RankProcess:
 
 
 def follow_parent(descriptor: int) -> int:
-    """Serve the driver at the other end of a socket, given its descriptor. Return the exit code."""
+    """Compute for the driver at the other end of a socket, given its descriptor. Return the exit code."""
     leave_signals_to_parent()
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -216,9 +215,9 @@ def _end(code: int) -> int:
 
 
 def follow_torchrun(options: Mapping[str, Any]) -> int:
-    """Compute for rank 0, as one of torchrun's processes, until it ends. Return 0.
+    """Compute for rank 0, in a process that torchrun started, until rank 0 ends. Return 0.
 
-    options: the options of `LLMEngine`, the same as on rank 0.
+    options: the arguments of `LLMEngine`, the same as on rank 0.
 
     Raises RankError if another rank is lost; any other error is raised on all ranks.
     """
@@ -239,9 +238,9 @@ def follow_torchrun(options: Mapping[str, Any]) -> int:
 
 
 def join() -> int:
-    """Compute for rank 0 as `follow_torchrun` does, with the options in the first line of stdin.
+    """Compute for rank 0 as `follow_torchrun` does, with options read from the first line of stdin.
 
-    The process ends at the latest when stdin does. Return the exit code.
+    The process also ends when stdin is closed. Return the exit code.
     """
     options = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_stdin, name="paged-parent", daemon=True).start()

@@ -28,7 +28,7 @@ def part_of(layout: RankLayout, rank: int, num_layers: int, transport: Transport
 
 
 class Stage:
-    """One stage of a pipeline: receives the streams of the previous stage, and sends its own to the next."""
+    """One stage of a pipeline: receives streams from the previous stage, and sends streams to the next."""
 
     def __init__(
         self, layout: RankLayout, rank: int, config: ModelConfig, dtype: torch.dtype, transport: Transport
@@ -45,14 +45,14 @@ class Stage:
         self._due: deque[tuple[int, int]] = deque()  # the number and the tokens of steps whose streams come
 
     def expect(self, number: int, num_tokens: int) -> None:
-        """Note that a step begins, whose stream is to be received."""
+        """Record that a step begins, so that `receive` can later return its stream."""
         if self._before is not None and num_tokens:
             self._due.append((number, num_tokens))
 
     def receive(self, number: int, device: torch.device) -> Stream | None:
         """Return the stream of a step; None in the first stage.
 
-        Streams of earlier steps are dropped: these steps were given up.
+        Streams of earlier steps are dropped, because those steps were given up.
         """
         if self._before is None or self._shape is None:
             return None

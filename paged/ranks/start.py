@@ -16,10 +16,10 @@ from ..runner.model_runner import ModelRunner
 def new_executor(
     config: EngineConfig, model_config: ModelConfig, directory: Path, draft: DraftCheckpoint | None
 ) -> ModelRunner:
-    """Load a model, divided as the options say. `close` ends the processes that were started.
+    """Load a model, divided among processes as the options demand. `close` ends these processes.
 
-    Raises DivisionError if the options do not fit the model, ResourceError if they do not fit this machine,
-    and RankError if processes end, do not arrive, or do not fit together.
+    Raises DivisionError if the options do not suit the model, ResourceError if they do not suit this machine,
+    and RankError if a process ends, does not arrive, or does not match the others.
     """
     from .driver import DriverRunner
     from .facts import cpu_features, facts_of

@@ -32,10 +32,10 @@ IDLE_SHARE = 3  # idle messages come so often within rank_timeout_s
 class Ranks:
     """The other ranks of a model, as rank 0 sees them.
 
-    Without torchrun, this process starts one process for each rank. If one is lost, all are ended.
+    Without torchrun, this process starts one process for each other rank. If one is lost, all are ended.
 
-    directory: the directory of the checkpoint.
-    transport, membership: this process's own connection to the others.
+    directory: the directory of the checkpoint. transport, membership: this process's own connection to the
+        other ranks.
     """
 
     def __init__(self, config: EngineConfig, layout: RankLayout, directory: Path) -> None:
@@ -75,7 +75,7 @@ class Ranks:
 
     @property
     def num_local(self) -> int:
-        """How many ranks are on this machine."""
+        """The number of ranks on this machine."""
         return self._layout.num_ranks if self._torchrun is None else self._torchrun.num_local
 
     def _start(self, rank: int) -> None:
@@ -90,26 +90,24 @@ class Ranks:
         self._local[rank] = LocalRank(rank, name, start, on_end=self._changed.set)
 
     def begin(self, figures: Sequence[RankFigures]) -> None:
-        """Watch the ranks from now on, when all have loaded."""
+        """Watch the ranks from now on. Call this once all have loaded."""
         self.figures = figures
         self.heartbeat.loaded()
         self._watcher.start()
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a method, from another thread, when a process ends. The method's object may be
-        collected earlier.
-        """
+        """Call a method, from another thread, when a process ends, unless its object no longer exists."""
         self._on_loss = weakref.WeakMethod(on_loss)
 
     # While steps run
 
     def on_step(self, number: int) -> None:
-        """Note that a step was planned and that all ranks get its message now."""
+        """Record that a step was planned and that its message is now sent to all ranks."""
         self._sent_at = time.monotonic()
         self.heartbeat.beat(number)
 
     def check(self) -> None:
-        """Raise RankError if a process that was started here has ended, or one of torchrun's is lost."""
+        """Raise RankError if a process started here has ended, or if a rank of torchrun is lost."""
         if self._lost is not None:
             raise self._lost
         for local in self._local.values():
@@ -134,7 +132,7 @@ class Ranks:
             local.ask_state()
 
     def end_after(self, error: BaseException) -> RankError:
-        """End all ranks after a step has raised. Return which rank has ended or hangs, else the error."""
+        """End all ranks after a step has raised. Return which rank ended or hangs, or else the error."""
         self.transport.close()  # ranks that wait for this one learn of it
         if not isinstance(error, Exception):
             self.close()
@@ -211,7 +209,7 @@ class Ranks:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """End all ranks if this one cannot load or meet them. Ranks of torchrun raise the same error."""
+        """End all ranks if this rank cannot load or meet them. Ranks of torchrun raise the same error."""
         try:
             if self._torchrun is None:
                 yield
@@ -244,7 +242,7 @@ class Ranks:
         remove_private(self._private)
 
     def describe(self) -> str:
-        """Return what each rank holds, the driver first."""
+        """Describe what each rank holds, the driver first."""
         parts = [
             f"{name_of(self._layout, rank, each.host if self._torchrun else None)}"
             f"{', the driver, which computes the last stage,' if not rank else ''} has "

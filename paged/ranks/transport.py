@@ -34,26 +34,26 @@ _MOST_SENDING = {_TENSORS: 3, _MESSAGES: 16}  # for each rank; tensors may be la
 class Transport(Protocol):
     """Sends and receives messages and tensors for one rank.
 
-    waited_s: how many seconds it has waited for tensors.
+    waited_s: the seconds that this rank has waited for tensors.
     """
 
     waited_s: float
 
     def send_message(self, data: bytes) -> None:
-        """Send a message of the driver to all other ranks. From any thread."""
+        """Send a message of the driver to all other ranks. Any thread may call this."""
 
     def receive_message(self) -> bytes:
         """Wait for the next message of the driver."""
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a copy of a tensor. The tensor may be changed at once."""
+        """Send a copy of a tensor to a rank. The tensor may be changed right after the call."""
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
-        """Wait for a tensor of this shape. Return it in host memory."""
+        """Wait for a tensor of this shape from a rank. Return it in host memory."""
 
 
 class ShardGroup:
-    """The ranks of one stage, which exchange their shards of activations. A `TensorGroup`."""
+    """The ranks of one stage, which exchange shards of activations: a `TensorGroup`."""
 
     def __init__(self, transport: Transport, rank: int, ranks: Sequence[int]) -> None:
         self._transport = transport
@@ -61,7 +61,7 @@ class ShardGroup:
         self._ranks = ranks
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Return the tensors of all shards, one after the other."""
+        """Return the tensors of all shards, joined in the order of shards."""
         for rank in self._ranks:
             if rank != self._rank:
                 self._transport.send(tensor, rank)
@@ -72,7 +72,7 @@ class ShardGroup:
         return torch.cat(parts, dim)
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return the columns of all shards at the first shard, and None at the others."""
+        """Return the columns of all shards, joined, at the first shard, and None at other shards."""
         if self._rank != self._ranks[0]:
             self._transport.send(tensor, self._ranks[0])
             return None
@@ -84,16 +84,16 @@ class ShardGroup:
 
 
 class GlooTransport:
-    """Sends over gloo, in a process group that `connect` makes.
+    """A `Transport` over gloo, in a process group that `connect` makes.
 
-    num_ranks, rank: the number of ranks, and this rank.
-    timeout_s: the longest time to wait for a tensor.
-    host: the address to bind to; None takes gloo's default, to which the host's name resolves.
-    message_timeout_s: the longest time to wait for a message; None waits for ever.
+    num_ranks, rank: the number of ranks, and the number of this rank.
+    timeout_s: maximum seconds to wait for a tensor.
+    host: the address to bind to; None takes gloo's default: the address to which the host's name resolves.
+    message_timeout_s: maximum seconds to wait for a message; None sets no limit.
 
-    is_waiting: whether it waits for another rank now.
+    is_waiting: whether this rank is waiting for another rank.
 
-    Errors are RankErrors. After one, the group is unusable.
+    Errors are raised as RankError. After an error, the group is unusable.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class GlooTransport:
             self._group = ProcessGroupGloo(store, self._rank, self._num_ranks, options)
 
     def close(self) -> None:
-        """Close the group, from any thread. Waiting calls raise RankError."""
+        """Close the group. Any thread may call this. Waiting calls raise RankError."""
         group = self._group
         self._group = None
         if group is not None:
@@ -141,7 +141,7 @@ class GlooTransport:
             sending.clear()
 
     def send_message(self, data: bytes) -> None:
-        """Send a message of the driver to all other ranks. From any thread."""
+        """Send a message of the driver to all other ranks. Any thread may call this."""
         framed = _LENGTH.pack(len(data)) + data
         first = _bytes(framed[:_FRAME].ljust(_FRAME, b"\0"))
         rest = _bytes(framed[_FRAME:]) if len(framed) > _FRAME else None
@@ -162,13 +162,13 @@ class GlooTransport:
         return data
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a copy of a tensor. The tensor may be changed at once."""
+        """Send a copy of a tensor to a rank. The tensor may be changed right after the call."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         with self._lock:
             self._post(copy.view(-1).view(torch.uint8), rank, _TENSORS)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
-        """Wait for a tensor of this shape. Return it in host memory."""
+        """Wait for a tensor of this shape from a rank. Return it in host memory."""
         started = time.perf_counter()
         tensor = torch.empty(tuple(shape), dtype=dtype)
         self._receive_into(tensor.view(-1).view(torch.uint8), rank, _TENSORS, self._timeout)

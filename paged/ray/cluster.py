@@ -25,7 +25,7 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 class Share(NamedTuple):
-    """The resources of a cluster that one process of an engine gets."""
+    """The resources of a Ray cluster that one process of an engine gets."""
 
     num_cpus: int
     num_gpus: int
@@ -35,30 +35,30 @@ class Share(NamedTuple):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The bundle that a placement group reserves for it."""
+        """The bundle that a placement group reserves for this share."""
         return {"GPU": self.num_gpus} if self.num_gpus else {"CPU": self.num_cpus}
 
     @property
     def listed(self) -> str:
-        """All of its resources, in words."""
+        """The resources in words."""
         return f"{self.num_cpus} CPU cores and {self.num_gpus} GPUs"
 
     def times(self, num: int) -> Share:
-        """Return the resources of `num` such processes."""
+        """Return the resources of `num` processes with this share each."""
         return Share(num * self.num_cpus, num * self.num_gpus)
 
     def holds(self, other: Share) -> bool:
-        """Return whether another share is a part of this one."""
+        """Return whether these resources include the resources of another share."""
         return self.num_cpus >= other.num_cpus and self.num_gpus >= other.num_gpus
 
 
 def join(address: str | None) -> bool:
-    """Join a cluster, or start one here. Return whether this process started it.
+    """Join a Ray cluster, or start one on this machine. Return whether this process started it.
 
-    address: the address of the cluster. None takes RAY_ADDRESS, or else starts a cluster here, as "local"
-        does.
+    address: the address of the cluster, or "local" to start one. None takes RAY_ADDRESS, or else starts a
+        cluster.
 
-    Raises ClusterError if no cluster answers, or if it has another version of Ray or Python.
+    Raises ClusterError if no cluster answers, or if the cluster has another version of Ray or Python.
     """
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < OLDEST:
@@ -112,13 +112,13 @@ def _require_answer(address: str) -> None:
 
 
 def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0) -> Share:
-    """Return the resources of each process: a GPU, or CPU threads, by default an equal part of the free
-    cores.
+    """Return the resources for each process: a GPU, or CPU threads (by default an equal part of the free
+    cores).
 
     replicas: the number of engines, each with one process for every rank of the model.
-    num_reserved: how many cores the engines leave free.
+    num_reserved: the number of cores that the engines must leave free.
 
-    Raises ClusterError if the cluster lacks the resources for all of them.
+    Raises ClusterError if the cluster lacks the resources for all processes.
     """
     free = free_share()
     num_cpus = max(0, free.num_cpus - num_reserved)
@@ -141,19 +141,19 @@ def share_of(options: Mapping[str, Any], replicas: int, *, num_reserved: int = 0
 
 
 def free_share() -> Share:
-    """Return the free resources of the cluster."""
+    """Return the resources of the cluster that are free now."""
     free = ray.available_resources()
     return Share(int(free.get("CPU", 0)), int(free.get("GPU", 0)))
 
 
 def num_ranks_of(options: Mapping[str, Any]) -> int:
-    """Return the number of processes of one engine with these options."""
+    """Return the number of processes that one engine with these options has."""
     num: int = options.get("pipeline_parallel_size", 1) * options.get("tensor_parallel_size", 1)
     return num
 
 
 def described(replicas: str, num_ranks: int, share: Share) -> str:
-    """Return the resources of all engines, in words."""
+    """Describe the resources of all engines in words."""
     each = f"{num_ranks} ranks of " if num_ranks > 1 else ""
     return f"{replicas} of {each}{share}"
 

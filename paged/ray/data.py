@@ -44,26 +44,26 @@ def generate(
     check_ids: bool = True,
     **options: Any,
 ) -> Dataset:
-    """Return a dataset with the results of each row, computed as the dataset is read.
+    """Return a dataset with the results of each row. They are computed when the dataset is read.
 
-    The columns text, token_ids, finish_reason and error are added. error is None for a row with a result; a
-    row that is wrong, or that ends engine processes, has its error there. The seed of a row comes from its
-    id, so that recomputing a row gives the same tokens.
+    The dataset has the additional columns text, token_ids, finish_reason and error. error is None for a row
+    with a result; for a row that is wrong or that ends engine processes, it is the error. The seed of a row
+    comes from its id, so that recomputing a row gives the same tokens.
 
-    A batch whose actor ended is computed again. After two such ends the batch is computed alone in its actor,
-    and after three its rows are computed one by one. A row that then ends two actors gets an error.
+    If an actor ends, its batch is computed again. After two ends the batch is computed alone in its actor;
+    after three, its rows are computed one by one. A row that then ends two actors gets an error.
 
     sampling_params: the sampling parameters of all rows; n must be 1.
-    id_column: a column of texts or integers that are all different.
+    id_column: a column of unique texts or integers.
     prompt_column: a column of texts or of lists of token ids.
-    messages_column: a column of conversations, in place of prompts.
-    replicas: the number of actors. Each has an engine in a process of its own, which is replaced when it
+    messages_column: a column of conversations, to be used instead of prompts.
+    replicas: the number of actors. Each actor has an engine in a separate process, which is replaced when it
         ends.
-    max_restarts: the most restarts of an engine within ten minutes, and of an actor in a row without a
-        finished row or batch in between. The dataset raises an error after more.
-    check_ids: check first that each row has an id and that all ids differ, which reads the column once.
-        Without this check, a row without an id gets an error, and rows with equal ids have equal seeds.
-    options: the options of `LLMEngine`.
+    max_restarts: maximum number of restarts of an engine within ten minutes, and of consecutive restarts of
+        an actor without a finished row or batch in between. Beyond that the dataset raises an error.
+    check_ids: whether to check first that each row has an id and that all ids differ. The check reads the
+        column once. Without it, a row without an id gets an error, and rows with equal ids have equal seeds.
+    options: the arguments of `LLMEngine`.
 
     Raises ConfigError and RequestError for wrong arguments, before anything is computed.
     """

@@ -9,10 +9,10 @@ LATE_S = 1.0  # in which an actor that ends is gone
 
 
 class LateLines(logging.Filter):
-    """Writes the lines of a logger LATE_S later.
+    """Delays the lines of a logger by LATE_S.
 
-    Ray kills the children of an actor's process before the process itself ends. So without this class an
-    actor that ends normally would log that its engine process was killed.
+    Ray kills the children of an actor's process before the process itself. Without the delay, an actor that
+    ends normally would log that its engine process was killed.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 class RankActor:
-    """Runs the process of a rank on its node. The process ends with the actor."""
+    """Runs the process of a rank on the actor's node. The process ends with the actor."""
 
     @ray.method(concurrency_group="ends")
     def node(self) -> str:
-        """Return the address of its node, once it runs."""
+        """Return the address of the actor's node."""
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="reports")
     def follow(self, options: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-        """Compute for rank 0 with these options of `LLMEngine`. Return how the process ended."""
+        """Compute for rank 0 with these arguments of `LLMEngine`. Return how the process ended."""
         path = [ROOT, *filter(None, sys.path)]
         with signals_blocked():
             process = subprocess.Popen(
@@ -67,9 +67,10 @@ class RankActor:
 
 
 class EngineActor:
-    """Runs an engine process on its node, and carries bytes to and from it. The process ends with the actor.
+    """Runs an engine process on the actor's node, and carries bytes to and from it. The process ends with the
+    actor.
 
-    Each concurrency group has its own threads. The group for orders has one thread, which keeps them in
+    Each concurrency group has its own threads. The group for orders has only one thread, so orders stay in
     order.
     """
 
@@ -79,31 +80,31 @@ class EngineActor:
 
     @ray.method(concurrency_group="ends")
     def node(self) -> str:
-        """Return the address of its node, once it runs."""
+        """Return the address of the actor's node."""
         return str(ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="ends")
     def free_port(self) -> int:
-        """Return a free port of its node."""
+        """Return a free port of the actor's node."""
         with socket.create_server(("", 0)) as found:
             port: int = found.getsockname()[1]
             return port
 
     @ray.method(concurrency_group="ends")
     def begin(self, environment: Mapping[str, str]) -> int:
-        """Start the engine process. Return its pid on its node."""
+        """Start the engine process. Return its pid on the node."""
         self._socket, self._process = start_process(environment)
         return self._process.pid
 
     @ray.method(concurrency_group="orders")
     def take(self, data: bytes) -> None:
-        """Hand bytes to the engine process."""
+        """Pass bytes to the engine process."""
         with suppress(BrokenPipeError, ConnectionResetError):  # `reports` ends then
             self._socket.sendall(data)
 
     @ray.method(concurrency_group="reports")
     def reports(self) -> Iterator[bytes]:
-        """Yield the bytes that come from the engine process, until it ends."""
+        """Yield the bytes that the engine process sends, until it ends."""
         with suppress(ConnectionResetError):
             while data := self._socket.recv(CARRIED_BYTES):
                 yield data
@@ -120,11 +121,11 @@ _Rank: Any = ray.remote(max_restarts=0, concurrency_groups=_GROUPS)(RankActor)
 
 
 class RayProcess:
-    """An engine process with its actor, and the actors of its other ranks. An `EngineProcess`.
+    """The `EngineProcess` of an engine in an actor, with the actors of its other ranks.
 
     Two threads carry bytes between the actor and a socket.
 
-    pid: the pid on its node; None until it has started.
+    pid: the process's pid on its node; None until it has started.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class RayProcess:
         return place
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
+        """Wait at most timeout_s for the end of the process. Return whether it has ended."""
         return self._is_over.wait(timeout_s)
 
     def kill(self) -> None:
@@ -170,7 +171,7 @@ class RayProcess:
                 remove_placement_group(self._group)
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return in a few words how the process ended. If it has not ended in time, kill it."""
+        """Return in a few words how the process ended. If it has not ended within timeout_s, kill it."""
         if not self._is_over.wait(timeout_s):
             self.kill()
             return "its socket was closed"
@@ -270,11 +271,11 @@ def _environments(nodes: Sequence[str], port: int, *, has_own_gpu: bool) -> list
 
 
 class RayLauncher:
-    """Starts engine processes in actors, each with its share of the cluster. A `Launcher`.
+    """The `Launcher` that starts engine processes in actors, each with a share of the cluster.
 
     share: the resources of each process.
     num_ranks: the number of processes of an engine.
-    is_local: whether this process started the cluster, so that both find the same modules.
+    is_local: whether this process started the cluster. Actors then import modules from the same paths.
     """
 
     divides_machine = False
@@ -288,12 +289,12 @@ class RayLauncher:
         self._environment = {"PYTHONPATH": path} if is_local else {}
 
     def launch(self, start: Start) -> tuple[socket.socket, RayProcess]:
-        """Start a process. Return a socket to it, and the process."""
+        """Start an engine process. Return a socket to it, and the process."""
         ours, theirs = socket_pair()
         return ours, RayProcess(theirs, start, self._share, self._environment)
 
     def check_room(self, num: int) -> None:
-        """Raise ClusterError unless the cluster has room for `num` more shares."""
+        """Raise ClusterError unless the cluster has room for `num` more replicas."""
         need = self._share.times(num * self._num_ranks)
         until = time.monotonic() + ROOM_S
         while not (free := free_share()).holds(need):
@@ -306,7 +307,7 @@ class RayLauncher:
 
 
 def connect(address: str | None, options: Mapping[str, Any], replicas: int) -> RayLauncher:
-    """Return a launcher for engines with these options on a cluster. Raises ConfigError."""
+    """Return a launcher for engines with these options on a Ray cluster. Raises ConfigError."""
     is_local = join(address)
     return RayLauncher(share_of(options, replicas), num_ranks_of(options), is_local=is_local)
 

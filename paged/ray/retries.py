@@ -22,7 +22,7 @@ class RowResult(NamedTuple):
 
 
 class RetryLedger:
-    """Counts for each batch and row how many actors ended while computing it. Runs as an actor itself."""
+    """Counts, for each batch and row, how many actors ended while computing it. Runs as an actor itself."""
 
     def __init__(self) -> None:
         self._begun = defaultdict[str, set[str]](set)  # by each actor, since it started
@@ -31,7 +31,7 @@ class RetryLedger:
         self._results: dict[str, RowResult] = {}  # of rows that were computed alone, whose batch is not done
 
     def start(self, actor: str) -> int:
-        """Record that an actor starts or restarts. Return how often in a row it ended without a result."""
+        """Record that an actor starts. Return how many times in a row it has ended without a result."""
         if actor in self._begun:
             self._ends.update(self._begun[actor])
             self._ends_in_a_row[actor] += 1
@@ -43,19 +43,18 @@ class RetryLedger:
         return self._ends[work], self._results.get(work)
 
     def begin(self, actor: str, works: Sequence[str]) -> None:
-        """Record that an actor begins a batch or a row, under each of its names."""
+        """Record that an actor begins a batch or row. `works` are all names of the batch or row."""
         self._begun[actor].update(works)
 
     def keep(self, actor: str, row: str, result: RowResult) -> None:
-        """Store the result of a row that was computed alone, in case the actor ends before its batch is
-        complete.
-        """
+        """Store the result of a row computed alone, in case the actor ends before its batch is complete."""
         self._results[row] = result
         self._note_done(actor, row)
 
     def done(self, actor: str, works: Sequence[str], rows: Sequence[str]) -> None:
-        """Record that an actor has finished a batch, under each of its names. Drop the stored results of its
-        rows.
+        """Record that an actor has finished a batch, and drop the stored results of its rows.
+
+        works: all names of the batch.
         """
         for row in rows:
             self._results.pop(row, None)
@@ -70,9 +69,7 @@ class RetryLedger:
 
 
 class BatchRoom:
-    """Admits batches to an actor's engine: some together, or one alone. They are admitted in
-    order of arrival.
-    """
+    """Admits batches to an actor's engine in order of arrival: several at once, or one alone."""
 
     def __init__(self, num_places: int) -> None:
         self._door = asyncio.Lock()
@@ -81,7 +78,7 @@ class BatchRoom:
 
     @asynccontextmanager
     async def place(self, *, alone: bool) -> AsyncIterator[None]:
-        """Enter as soon as there is a place; if `alone`, as soon as all others have left."""
+        """Wait for a place; with `alone`, wait until all others have left and keep others out."""
         num = self._num_places if alone else 1
         async with self._door:
             for _ in range(num):

@@ -55,18 +55,18 @@ def app(
     server: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
-    """Return an application for `serve.run`, whose replicas serve a model with the routes of `paged serve`.
+    """Return an application for `serve.run`. Its replicas serve a model with the routes of `paged serve`.
 
     >>> serve.run(app("demo", deployment={"num_replicas": 2}))
 
     Ray Serve scales, checks and updates the replicas. When a replica ends, its streams end too, and clients
-    see incomplete bodies. Under `paged serve --ray` they would go on.
+    see incomplete bodies. (With `paged serve --ray`, streams go on in another replica.)
 
     deployment: options of `serve.deployment`, such as num_replicas, autoscaling_config or ray_actor_options.
-        By default max_ongoing_requests is what an engine admits, and an actor gets a GPU or the cores of
-        num_threads.
-    server: options of `paged serve`, except those for sockets and replicas.
-    options: the options of `LLMEngine`.
+        By default max_ongoing_requests is the number of requests that an engine admits, and an actor gets a
+        GPU or num_threads cores.
+    server: options of `paged serve`, except options for sockets and replicas.
+    options: the arguments of `LLMEngine`.
 
     Raises ConfigError.
     """
@@ -95,7 +95,7 @@ def app(
 
 
 def app_of_config(args: dict[str, Any]) -> serve.Application:
-    """Return the application that the arguments in a config file of Serve describe: those of `app` by name.
+    """Return the application for the arguments in a config file of Serve: the arguments of `app` by name.
 
     Raises ConfigError.
     """

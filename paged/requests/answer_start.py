@@ -6,12 +6,12 @@ _BLANKS = " \t\n\r"
 
 
 class AnswerStart:
-    """Finds where the answer begins in a text: behind the reasoning and the blanks after it.
+    """Finds where the answer begins in a text: after the reasoning and the blanks that follow it.
 
     Reasoning stands between two tags at the beginning of the text, perhaps after blanks. Without reasoning,
     the whole text is the answer.
 
-    begin: the first tag; "" if the text begins inside the reasoning.
+    begin: the first tag; "" if the text begins inside reasoning.
     end: the second tag.
     """
 
@@ -28,7 +28,7 @@ class AnswerStart:
         return self._is_open
 
     def read(self, text: str) -> str | None:
-        """Read more text. Return the answer so far; None while it has not begun."""
+        """Read more text. Return the answer so far; None if the answer has not begun."""
         self._text += text
         if self._is_open and not self._find_begin():
             return None if self._is_open else self._text
@@ -38,7 +38,7 @@ class AnswerStart:
         return self._text or None
 
     def finish(self) -> str:
-        """End the text before the answer has begun. Return the answer."""
+        """End a text in which the answer has not begun. Return the answer."""
         return self._text if self._is_open else ""
 
     def _find_begin(self) -> bool:

@@ -23,7 +23,7 @@ def check_possible(
 
     stop_ids: the token ids that end the output (EOS and stop_token_ids). They are banned before min_tokens.
     grammar: the state of the grammar after the output so far.
-    num_tokens: how many output tokens a fork has from its parent.
+    num_tokens: the number of output tokens that a fork takes over from its parent.
 
     Raises RequestError naming the parameters that contradict each other.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: of the token there, then of the most likely ones."""
+    """Log-probabilities at one position: first of the token there, then of the most likely tokens."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]  # as float32
@@ -23,12 +23,12 @@ REPORTED = TokenLogprobs((), (), 0)  # in place of what another engine has repor
 class PromptReport:
     """Which prompt positions to report on. Row i is the model's output after token i.
 
-    The rows [start, end) are computed even if the prefix cache has their tokens. The report takes each row
+    The rows [start, end) are computed even if the prefix cache holds their tokens. The report takes each row
     once and in order, even if a preempted request computes rows again.
 
     num_top: report the log-probability of the token after each row and of the num_top most likely tokens; -1
         reports the whole vocabulary. None sums the final hidden states instead.
-    failed: whether a row was not finite.
+    failed: whether a row contained NaN or infinity.
     """
 
     start: int
@@ -45,22 +45,22 @@ class PromptReport:
 
     @property
     def next_row(self) -> int:
-        """The first row that was not taken yet."""
+        """The first row that the report has not taken yet."""
         return self.progress[0]
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows were taken."""
+        """Whether the report has taken all rows."""
         return self.next_row >= self.end
 
     def take_logprobs(self, end: int, logprobs: list[TokenLogprobs]) -> None:
-        """Take the log-probabilities of the rows up to `end`."""
+        """Take the log-probabilities of the rows from `next_row` up to `end`."""
         self.logprobs[self.next_row - self.start :] = logprobs
         self.failed = self.failed or not all(math.isfinite(row.logprobs[0]) for row in logprobs)
         self.progress = (end, None)
 
     def take_hidden(self, end: int, total: Any) -> None:
-        """Take the sums of the hidden states of the rows up to `end`."""
+        """Take the sum of the hidden states of the rows from `next_row` up to `end`."""
         before = self.progress[1]
         self.failed = self.failed or not total.isfinite().all()
         self.progress = (end, total if before is None else before + total)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class TextPrompt(TypedDict):
     """A prompt as text.
 
-    cache_salt: only prompts of the same salt share cached blocks.
-    add_special_tokens: False for text that contains them, such as a chat template's.
+    cache_salt: only prompts with the same salt share cached blocks.
+    add_special_tokens: False if the text contains its special tokens, as the text of a chat template does.
     """
 
     prompt: str
@@ -47,14 +47,12 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
 def derived_seed(engine_seed: int, request_id: str) -> int:
-    """Return the seed of a request, of 64 bits, from the engine's seed and the request's id."""
+    """Return the 64-bit seed of a request, derived from the engine's seed and the request's id."""
     return _digest(f"{engine_seed}/{request_id}")
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Return the seed of a sample. The first sample has the request's seed, so that it equals
-    the output of n=1.
-    """
+    """Return the seed of a sample. The first sample has the request's seed and equals the output of n=1."""
     return _digest(f"{seed}#{index}") if index else seed
 
 
@@ -76,7 +74,7 @@ TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose d
 
 
 class Grammar(Protocol):
-    """The state of an output in the language that it must belong to; see `structured_outputs`."""
+    """The state of a grammar after an output, which must belong to its language; see `structured_outputs`."""
 
     def copy(self) -> Self:
         """Return an independent copy."""
@@ -94,12 +92,10 @@ class Grammar(Protocol):
         """Return whether the output is complete and nothing can follow it."""
 
     def num_allowed(self, request: Request, tokens: Sequence[int]) -> int:
-        """Return how many of these guessed tokens the grammar allows next; 0 if that takes too
-        long to find out.
-        """
+        """Return how many of these guesses the grammar allows next; 0 if checking would take too long."""
 
     def forced(self, request: Request) -> list[int]:
-        """Return the next tokens that the grammar forces; none if that takes too long to find out."""
+        """Return the next tokens that the grammar forces; none if finding them would take too long."""
 
 
 class RequestStatus(enum.Enum):
@@ -112,13 +108,13 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds of the scheduler's clock, and its numbers of preemptions and drafts.
+    """A request's times, in seconds of the scheduler's clock, and its counts of preemptions and drafts.
 
     The clock is `time.perf_counter` of the engine's process, or virtual in a simulation.
 
-    first_scheduled_time: when it first left the queue.
-    num_drafts: how many drafts steps have verified. The mean number of tokens from a draft is 1 +
-        num_accepted_tokens / num_drafts.
+    first_scheduled_time: when the request first left the queue.
+    num_drafts: how many drafts steps have verified. A verified draft gives 1 + num_accepted_tokens /
+        num_drafts tokens on average.
     """
 
     arrival_time: float
@@ -131,30 +127,30 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
 
     def start_beside(self, other: RequestMetrics) -> None:
-        """Record that a fork runs from its arrival on, with the blocks of its parent."""
+        """Record that a fork is scheduled at its arrival, because it starts with the blocks of its parent."""
         self.first_scheduled_time = max(self.arrival_time, other.first_scheduled_time or self.arrival_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestInputs:
-    """The user's prompt and parameters, and what follows from them: immutable, shared by the n samples.
+    """The user's prompt and parameters, and values derived from them. Immutable, and shared by the n samples.
 
-    max_total_tokens: most tokens of prompt and output together.
+    max_total_tokens: maximum number of tokens of prompt and output together.
     stop_ids: token ids that end the output: EOS (unless ignored) and stop_token_ids.
     rules: bad_words and dry_sequence_breakers as token ids.
     stops: the automaton of the stop strings.
-    num_unstopped_tokens: number of output tokens in whose text stop strings are not searched: those that a
-        fork with other stop strings shares with its parent.
-    num_given_tokens: number of output tokens that another engine made. Deltas leave them out.
-    given_logprob: the sum of the log-probabilities of these tokens.
+    num_unstopped_tokens: number of output tokens whose text is not searched for stop strings: a fork with
+        other stop strings has them from its parent.
+    num_given_tokens: number of output tokens that another engine generated. Deltas leave them out.
+    given_logprob: the sum of the log-probabilities of the tokens that another engine generated.
     is_resumed: whether another engine had accepted the request before.
-    generates: False for a request that only reports on its prompt; its output stays empty.
-    namespace: everything but the tokens that the KV depends on.
-    adapter: the number of its LoRA adapter; 0: none. lora_request: as the user gave it.
-    long_from: the length at which longrope changes the KV of all tokens, so that the request is recomputed.
-        None: it never changes.
-    part_of: the call that this request is one of many parts of, such as an HTTP request with many prompts; ""
-        if it is a call by itself. The parts of a call are queued one at a time.
+    generates: False if the request only reports on its prompt; its output then stays empty.
+    namespace: what the KV depends on besides the tokens, such as the cache salt.
+    adapter: the number of its LoRA adapter; 0: none. lora_request: the adapter as the user gave it.
+    long_from: the number of tokens at which longrope changes the KV of all tokens and the request is
+        recomputed; None if that never happens.
+    part_of: the call that this request belongs to, such as an HTTP request with many prompts; "" if the
+        request is a call by itself. The requests of a call are queued one at a time.
     deadline: the time of the request's timeout, on the scheduler's clock.
     """
 
@@ -192,7 +188,7 @@ class SamplingState:
     """The sampler's record of one request.
 
     logprobs: the log-probabilities of the output tokens, if they are reported.
-    parameters: the request's row of `sampling.parameters`, once it is written.
+    parameters: the request's row of `sampling.parameters`, once the row is written.
     """
 
     seed: int = 0
@@ -205,28 +201,30 @@ class SamplingState:
 class Request:
     """One sample of a prompt: its tokens and its scheduling state.
 
-    `num_tokens` counts the tokens of prompt and output; `num_computed_tokens` counts those whose KV is in the
-    cache. The scheduler brings the second up to the first.
+    `num_tokens` counts the tokens of prompt and output; `num_computed_tokens` counts the tokens whose KV is
+    in the cache. Steps raise `num_computed_tokens` up to `num_tokens`.
 
-    Other parts of the engine keep their state in `inputs`, `sampling`, `report`, `blocks` and `metrics`.
+    Other parts of the engine store their state in `inputs`, `sampling`, `report`, `blocks` and `metrics`.
 
     index: the number of this sample among the n samples of the prompt.
     siblings: the other samples, until the prompt is computed.
-    on_token_from: from this number of tokens on, `on_token` must be called for each new token. Before it,
-        only a stop token can end the request.
+    on_token_from: the number of tokens from which on `on_token` must be called for each new token. At fewer
+        tokens, only a stop token can end the request.
     num_cached_tokens: how many prompt tokens the prefix cache held when the request first ran.
-    ready: whether the next step may include it: it is running, and no step in flight computes it, unless that
-        is a step which ends with one of its pending tokens.
-    num_pending: how many tokens steps in flight will give it, where steps begin before these are known; see
-        `StepsAhead`. ahead_until: the number of known and pending tokens from which on its next step waits
-        for all results; 0: it always does.
-    seat: its place in what the device keeps about running requests; NO_SEAT while it does not run.
-    adapter_slot: where the device has its adapter while it runs; -1: nowhere.
-    arrival: its number in the order of arrival.
-    rank: its place among the running requests.
-    protected: whether it reached max_preemptions and is not preempted any more.
-    held: the reasons for which it computes nothing until it is released; see `Scheduler.hold`.
-    is_beam: whether another token may replace its newest one, by `Scheduler.replace_last_token`.
+    ready: whether the next step may include the request. It must be running. If a step in flight computes it,
+        that step must end with one of its pending tokens.
+    num_pending: how many tokens the steps in flight will give it, if steps begin before the last tokens are
+        known; see `StepsAhead`.
+    ahead_until: the number of known and pending tokens from which on its next step waits for all results; 0
+        if its steps always wait.
+    seat: the request's place in the tensors that the device holds about running requests; NO_SEAT while it
+        does not run.
+    adapter_slot: the slot of its adapter on the device while it runs; -1: none.
+    arrival: the request's number in the order of arrival.
+    rank: the request's place in the order of running requests; the highest rank is preempted first.
+    protected: whether the request has reached max_preemptions and is no longer preempted.
+    held: the reasons why the request computes nothing until it is released; see `Scheduler.hold`.
+    is_beam: whether `Scheduler.replace_last_token` may replace its newest token.
     """
 
     inputs: RequestInputs
@@ -281,14 +279,12 @@ class Request:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is running and no step in flight has it, so that it may be preempted."""
+        """Whether the request is running and no step in flight computes it, so that it may be preempted."""
         return self.ready and not self.num_pending
 
     @property
     def namespace(self) -> bytes:
-        """Everything but the tokens that the KV depends on. It changes when the output reaches
-        `long_from`.
-        """
+        """What the KV depends on besides the tokens. It changes when the output reaches `long_from`."""
         inputs = self.inputs
         if inputs.long_from is None or not self.num_prompt_tokens < inputs.long_from <= len(self.token_ids):
             return inputs.namespace
@@ -296,7 +292,7 @@ class Request:
 
     @property
     def has_just_grown_long(self) -> bool:
-        """Whether the newest token brings the request to long_from, so that all KV must be recomputed."""
+        """Whether the newest token brings the request to long_from, so that all its KV must be recomputed."""
         return len(self.token_ids) == self.inputs.long_from and self.finish_reason is None
 
     @property
@@ -308,7 +304,7 @@ class Request:
 
     @property
     def ran_before(self) -> bool:
-        """Whether the request was ever admitted, even if it waits again."""
+        """Whether the request has ever been admitted, even if it waits again."""
         return self.num_cached_tokens is not None
 
     @property
@@ -317,12 +313,12 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def add_logprobs(self, *logprobs: TokenLogprobs) -> None:
-        """Add the log-probabilities of the next tokens, replacing those that a failed step left."""
+        """Add the log-probabilities of the next tokens, replacing entries that a failed step left."""
         del self.sampling.logprobs[self.num_output_tokens :]
         self.sampling.logprobs += logprobs
 
     def on_token(self, token_id: int, now: float) -> None:
-        """Record the time of the first token, and finish the request if token_id, the newest, ends it."""
+        """Record a new token: note the time of the first one, and finish the request if token_id ends it."""
         inputs = self.inputs
         params = self.inputs.params
         if self.metrics.first_token_time is None:
@@ -338,9 +334,7 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the output ends here because its grammar is complete and no stop token can mark the
-        end.
-        """
+        """Return whether the output ends now: its grammar is complete, and no stop token can mark the end."""
         grammar = None if self.stop_ids else self.sampling.grammar
         if grammar is None or self.num_output_tokens < self.inputs.params.min_tokens:
             return False
@@ -348,7 +342,7 @@ class Request:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last token ended the output and is not part of its text."""
+        """Whether the last token ended the output and is not part of the output's text."""
         return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
 
     def finish(
@@ -360,7 +354,7 @@ class Request:
     ) -> None:
         """Mark the request as finished; the scheduler frees its blocks.
 
-        error_kind: given with the reasons "error" and "abort".
+        error_kind: given if the reason is "error" or "abort".
         """
         self.status = RequestStatus.FINISHED
         self.ready = False
@@ -371,7 +365,7 @@ class Request:
 
 
 class Outbox:
-    """A queue of outputs that a caller has not taken yet."""
+    """A queue of outputs that the caller has not taken yet."""
 
     def __init__(self) -> None:
         self._outputs: deque[RequestOutput] = deque()
@@ -380,7 +374,7 @@ class Outbox:
         return len(self._outputs)
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether an output of an unfinished request is wanted now."""
+        """Return whether an output of an unfinished request with this output_kind is wanted now."""
         return kind is not RequestOutputKind.FINAL_ONLY
 
     def put(self, output: RequestOutput) -> None:
@@ -390,7 +384,7 @@ class Outbox:
     def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:  # noqa: ARG002
         """Take the next log-probabilities of the prompt.
 
-        Return False if the outbox wants all of them in each output instead.
+        Return False if the outbox instead wants all of them in every output.
         """
         return False
 
@@ -411,7 +405,7 @@ class RequestGroup:
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """What each output holds before the request is finished."""
+        """What each output holds while the request is unfinished."""
         return self.samples[0].inputs.params.output_kind
 
     @property
@@ -425,7 +419,7 @@ class RequestGroup:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of a token, from the logits before any sampling parameter.
+    """The log-probability of a token, computed from the logits before any sampling parameter changes them.
 
     rank: the token's rank in the vocabulary, 1 for the most likely token.
     """
@@ -437,22 +431,23 @@ class Logprob:
 
 @dataclass(slots=True)  # not frozen: one is made for every output, and that takes longer
 class CompletionOutput:
-    """One sample's output so far; with output_kind DELTA, since the last RequestOutput.
+    """One sample's output so far; with output_kind DELTA, only what is new since the last RequestOutput.
 
-    text: the text that will not change. Incomplete characters are held back, and so is text that may become
-        a stop string.
-    token_ids: all output tokens, including those whose text is held back or cut at a stop string; a list once
-        finished, before that a sequence that equals one.
-    logprobs: for each token, of itself and of the most likely ones at its position; None unless requested.
+    text: the text that can no longer change. Incomplete characters and text that may begin a stop string are
+        held back.
+    token_ids: all output tokens, including tokens whose text is held back or cut at a stop string. A list
+        once finished; before, a sequence that compares equal to a list.
+    logprobs: for each position, the log-probabilities of the token there and of the most likely tokens; None
+        unless requested.
     cumulative_logprob: the sum over the tokens; None unless logprobs or best_of is given.
     finish_reason: None until finished, then "stop" (EOS, stop string or stop token), "length" (max_tokens or
         the end of the context), "abort" or "error".
     stop_reason: the stop string or stop token id that ended the output, None for EOS; the message of an
         "error", or of an "abort" by timeout_s.
-    error_kind: of an "error" or "abort": whether the request itself is wrong ("request"), the model or the
-        engine failed ("engine"), timeout_s has passed ("timeout"), or it was ended ("abort").
-    message: of `LLM.chat`: the answer as a message of the conversation, with content, reasoning and
-        tool_calls; None elsewhere.
+    error_kind: why the reason is "error" or "abort": the request itself is wrong ("request"), the model or
+        the engine failed ("engine"), timeout_s has passed ("timeout"), or the request was aborted ("abort").
+    message: with `LLM.chat`, the answer as a message of the conversation, with content, reasoning and
+        tool_calls; None otherwise.
     """
 
     lora_request: ClassVar[None] = None  # of vLLM's outputs; that of the request has the adapter
@@ -467,18 +462,18 @@ class CompletionOutput:
     message: dict[str, Any] | None = None
 
     def finished(self) -> bool:
-        """Return whether the sample has ended."""
+        """Whether the sample has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The user's view of a request, so far or finished.
+    """A request as the user sees it, finished or not.
 
-    num_cached_tokens: prompt tokens found in the prefix cache; None before the request first ran.
+    num_cached_tokens: number of prompt tokens found in the prefix cache; None before the request first ran.
     metrics: the metrics of the first sample.
-    prompt_logprobs: for each prompt token its own log-probability and those of the most likely ones at its
-        position, None for the first token; None unless requested, and until all are known.
+    prompt_logprobs: for each position of the prompt, the log-probabilities of the token there and of the most
+        likely tokens; the first entry is None. None unless requested, and until all are known.
     """
 
     # Of vLLM's outputs, where they are None for a decoder.

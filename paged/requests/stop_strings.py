@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """A found stop string: where it ends in the piece just read, and its length.
+    """A stop string that was found: where it ends in the piece just read, and its length.
 
     It may have begun in an earlier piece.
     """
@@ -20,8 +20,8 @@ class Match(NamedTuple):
 class StopStrings:
     """An automaton that finds any of several strings in one pass over a text (Aho and Corasick, 1975).
 
-    A state stands for the longest suffix of the text that is a prefix of one of the strings; 0 stands for the
-    empty suffix.
+    A state represents the longest suffix of the text that is a prefix of one of the strings; state 0
+    represents the empty suffix.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -33,7 +33,7 @@ class StopStrings:
         self._shorter = self._linked()
 
     def read(self, state: int, text: str) -> tuple[int, Match | None]:
-        """Read up to the first match. Return the new state and the longest match that ends there."""
+        """Read text up to the first match. Return the new state, and the longest match that ends there."""
         step = self._next
         shorter = self._shorter
         match = self._match

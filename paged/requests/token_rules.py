@@ -20,7 +20,7 @@ Breakers = Mapping[tuple[int, ...], Set[int]]
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """The bad_words and dry_sequence_breakers of a request in tokens.
+    """The bad_words and dry_sequence_breakers of a request, as token ids.
 
     bad_words: token sequences that the output never contains.
     breakers: token sequences that end a repetition.
@@ -37,9 +37,9 @@ class TokenRules:
         encode: Encode | None,
         token_texts: Callable[[], list[str]],
     ) -> Self:
-        """Tokenize these strings.
+        """Tokenize the bad words and the sequence breakers.
 
-        encode: None if there is no tokenizer.
+        encode: tokenizes a text; None if there is no tokenizer.
         token_texts: returns the text of every token of the vocabulary.
 
         Raises RequestError naming a string that cannot be tokenized.

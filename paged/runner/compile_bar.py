@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 @contextmanager
 def compile_bar(number: int, text: str) -> Iterator[Callable[[int, str], None]]:
-    """Show how many kernels of `number` are compiled; the bar stays when the block ends."""
+    """Show a progress bar for compiling `number` kernels. The bar stays when the context ends."""
     with tqdm(total=number, desc=text, bar_format="{desc} |{bar}| {n}/{total} in {elapsed}") as bar:
 
         def update(num_compiled: int, text: str) -> None:

@@ -54,9 +54,9 @@ class _Key(NamedTuple):
 
 
 class DecodeGraph(NamedTuple):
-    """A captured step. Its tensors have a row for each row of the graph, and are those of the last replay.
+    """A captured step. Its tensors have num_rows rows and hold the results of the last replay.
 
-    logits: None where tokens are drawn and recorded within the graph.
+    logits: None if the graph itself draws and records the tokens.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -66,14 +66,15 @@ class DecodeGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, padded to a few sizes, which read what `SeatedBatches.unpack` has written.
+    """CUDA graphs of decode steps that are padded to a few sizes. They read the tensors that
+    `SeatedBatches.unpack` writes.
 
-    At the start those are captured that most steps need, the largest first. Others are captured by the first
-    step that needs them, while memory of their own is left. A step whose graph cannot be captured runs
-    without one.
+    The engine's start captures the graphs that most steps need, the largest first. Another graph is captured
+    by the first step that needs it, as long as the memory reserved for this suffices. A step whose graph
+    cannot be captured runs without one.
 
     sizes: numbers of rows, in ascending order.
-    cost: what the graphs of the start have taken.
+    cost: the time and memory that the graphs captured at the start took.
     """
 
     def __init__(
@@ -100,17 +101,17 @@ class DecodeGraphs:
 
     @property
     def reserve(self) -> int:
-        """The bytes for graphs that are captured later."""
+        """The bytes reserved for graphs that are captured after the start."""
         num_rows, vocab_size = self._logits_shape
         return RESERVE + 4 * num_rows * vocab_size
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs there are."""
+        """The number of captured graphs."""
         return sum(graph is not None for graph in (*self._graphs.values(), *self._late.values()))
 
     def forget(self) -> None:
-        """Drop all graphs, before the KV cache that they read."""
+        """Drop all graphs. Call this before freeing the KV cache that they read."""
         self._graphs: dict[_Key, DecodeGraph | None] = {}
         self._late: dict[_Key, DecodeGraph | None] = {}  # the most recently used at the end
         self._late_bytes: dict[_Key, int] = {}
@@ -120,9 +121,11 @@ class DecodeGraphs:
         self._batches.padded_sizes = ()
 
     def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:
-        """Capture the graphs of the start over this cache. captured: is called after each.
+        """Capture the graphs that the start captures, over this cache.
 
-        Raises torch.OutOfMemoryError if there is no memory for them.
+        captured: called after each graph.
+
+        Raises torch.OutOfMemoryError if memory does not suffice.
         """
         self.forget()
         self._kv_cache = kv_cache
@@ -139,9 +142,9 @@ class DecodeGraphs:
         return self.cost
 
     def capture_for_good(self, kv_cache: KVCache) -> None:
-        """Capture the graphs of the start over the engine's cache.
+        """Capture the graphs that the start captures, over the engine's own cache.
 
-        Raises ResourceError if there is no memory for them.
+        Raises ResourceError if memory does not suffice.
         """
         expected = self.cost.num_bytes
         with torch.cuda.device(self._device), TrustedContents():
@@ -160,9 +163,9 @@ class DecodeGraphs:
         )
 
     def profile(self, kv_cache: KVCache) -> int:
-        """Capture the graphs of the start over another cache, and drop them.
+        """Capture the graphs that the start captures, over a temporary cache, and drop them.
 
-        Returns the bytes that graphs will take, those that are captured later included.
+        Returns the bytes that graphs will take, including graphs that are captured later.
         """
         with torch.cuda.device(self._device), TrustedContents():
             cost = self.capture(kv_cache)
@@ -170,16 +173,17 @@ class DecodeGraphs:
         return cost.num_bytes + self.reserve
 
     def describe(self) -> str:
-        """Return the number of graphs and what they took, for the description of an engine."""
+        """Describe the number of graphs and their cost, as a part of the description of an engine."""
         if not self.num_graphs:
             return ""
         size = f"{self.cost.num_bytes / 2**20:,.0f} MiB, captured in {self.cost.seconds:.1f} s"
         return f"; {self.num_graphs} CUDA graphs in {size}"
 
     def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
-        """Compute a step that `SeatedBatches.put` has returned, if there is a graph of it.
+        """Compute a step that `SeatedBatches.put` returned, if there is a graph for it.
 
-        Samples from the graph's logits what it has not drawn. Returns False for a step without a graph.
+        If the graph does not draw tokens itself, draw them from the graph's logits. Return False for a step
+        without a graph.
         """
         if not step.is_padded:
             return False
@@ -200,11 +204,11 @@ class DecodeGraphs:
         return True
 
     def find(self, num_rows: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
-        """Return the graph of a padded step; None: it runs without one.
+        """Return the graph for a padded step; None if the step must run without one.
 
-        It may be captured now. Call it before the step is unpacked.
+        The graph may be captured by this call. Call this before the step is unpacked.
 
-        num_rows: those of the padded step. max_seq_len: None if a context may be split.
+        num_rows: the rows of the padded step. max_seq_len: None if attention may split a context.
         """
         key = _Key(num_rows, max_seq_len is not None, way)
         if key in self._graphs:
@@ -277,7 +281,7 @@ class DecodeGraphs:
 
 
 def way_of(draw: Draw) -> Way:
-    """Return how tokens are drawn."""
+    """Return how a draw chooses tokens, as the key of a graph."""
     batch = draw.batch
     if batch.edits is not None or batch.with_grammar or batch.asked:
         return "logits"
@@ -300,7 +304,7 @@ def _place_of(traceback: TracebackType | None) -> str:
 
 
 def capture_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
+    """Return the numbers of rows to capture, in ascending order: requested sizes that a step can have."""
     most = config.num_seats
     if config.cudagraph_capture_sizes is not None:
         return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
@@ -315,7 +319,7 @@ def new_decode_graphs(
     of_seats: SeatParameters | None,
     device: torch.device,
 ) -> DecodeGraphs | None:
-    """Return the graphs of decodes on a GPU; None if there are none, and say so where one expects them."""
+    """Return the decode graphs of a GPU; None if there are none. Log why, if graphs were to be expected."""
     config = sizes.config
     # Debug mode reads what tensors hold.
     if config.enforce_eager or in_debug_mode():

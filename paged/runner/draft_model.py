@@ -50,7 +50,7 @@ class DraftCheckpoint(NamedTuple):
 
 @contextmanager
 def naming_draft_model() -> Iterator[None]:
-    """Name the option of the draft model in errors raised inside this context."""
+    """Name the option of the draft model in errors that are raised inside this context."""
     try:
         yield
     except (ConfigError, CheckpointError, UnsupportedModelError) as error:
@@ -58,9 +58,9 @@ def naming_draft_model() -> Iterator[None]:
 
 
 def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Sizes:
-    """Return the sizes of an engine, extended by those of its draft model.
+    """Return the sizes of an engine, extended by the sizes of its draft model.
 
-    Raises ConfigError, CheckpointError or UnsupportedModelError for one that could not be loaded. Only the
+    Raises ConfigError, CheckpointError or UnsupportedModelError if the draft model cannot be loaded. Only the
     headers of its weights are read.
     """
     with naming_draft_model():
@@ -105,17 +105,17 @@ class _Row:
 
 
 class DraftModel:
-    """A `Drafter`: a smaller model with the same tokens, which is run on what the requests have.
+    """A `Drafter` that runs a smaller model with the same vocabulary on the requests' tokens.
 
-    It draws as the engine's model does, with the same seed and position, temperature and filters. A draft
-    model with the same logits would guess every token.
+    It draws tokens as the engine does, with the same seed, position, temperature and filters. A draft model
+    with the same logits would thus guess every token.
 
-    A token's K and V are computed when they are first needed, in chunks of at most the token budget of a
-    step; until all are there, the request gets no guesses. They lie in the blocks of the request: copies,
-    swaps and cached prefixes carry them, and `SequenceBlocks.num_drafted` says how many tokens have them. The
-    passes run back to back, without waiting.
+    The draft model's K and V of a token are computed when they are first needed, in chunks of at most a
+    step's token budget. Until all are computed, the request gets no guesses. They lie in the blocks of the
+    request, so that copies, swaps and cached prefixes include them; `SequenceBlocks.num_drafted` counts the
+    tokens that have them. The passes run back to back, without waiting.
 
-    kv_cache: its planes of the engine's cache. manager: that of the blocks. Set both before use.
+    kv_cache: the draft model's planes of the engine's cache. manager: the block manager. Set both before use.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device, *, most: int, vocab_size: int, group: int) -> None:
@@ -147,7 +147,7 @@ class DraftModel:
         self.graphs = new_graphs(self.sizes, self.model)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request: none while its tokens are not all computed, or it is too long."""
+        """Return a guess for each request. It is empty if the request is too long, or its KV is incomplete."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
         if len(self._known) > len(requests):
@@ -173,9 +173,9 @@ class DraftModel:
         return drafts
 
     def rehearse(self, schedule: Schedule, kv_cache: KVCache | None) -> None:
-        """Compute the tokens of a step in this cache, and draw a guess for each of its requests.
+        """Compute the tokens of a step in this cache, and draw a guess for each of its requests, for a trial.
 
-        So that memory is measured and kernels are compiled.
+        The trial lets the caller measure memory, and compiles kernels.
         """
         rows = [
             _Row(i, request, _drawn_like(request), start, num_new, 1)

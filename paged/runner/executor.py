@@ -18,14 +18,14 @@ class PendingStep(Protocol):
     """A step that was launched."""
 
     def result(self) -> StepOutput:
-        """Wait for the step. Return a token for each of the plan's sampled rows."""
+        """Wait for the step. Return a token for each sampled row of its plan."""
 
 
 class Executor(Protocol):
     """Computes steps. `ModelRunner` does so in one process, `DriverRunner` with several.
 
-    num_in_flight: how many steps may be in flight: this many are launched before the results of the first are
-        taken. Results are taken in order.
+    num_in_flight: how many steps may be launched before the results of the first are taken. Results are taken
+        in order.
     device: the device of this process.
     """
 
@@ -33,51 +33,50 @@ class Executor(Protocol):
     device: torch.device
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a step. Only here requests are read."""
+        """Make the plan of a step. Requests are read only here."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Launch a step without waiting for it. Steps are launched in the order of their plans."""
 
     def execute(self, schedule: Schedule) -> StepOutput:
-        """Run one step at once, while none is in flight."""
+        """Run one step and wait for it. No other step may be in flight."""
 
     def discard(self) -> None:
-        """Give up the steps in flight, whose results are not taken."""
+        """Give up the steps in flight. Their results will not be taken."""
 
     def check(self) -> None:
-        """Raise RankError if a process of the model has ended, which may happen while no step runs."""
+        """Raise RankError if a process of the model has ended, also between steps."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Prepare for the next step after one has raised. Return why no step can run any more; None if steps
-        can.
-        """
+        """Prepare for the next step after a step has raised. Return an error if no step can run any more."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a function, from another thread, when `check` may raise."""
+        """Call a function, from another thread, as soon as `check` may raise."""
 
     def close(self) -> None:
         """End the other processes of the model."""
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that steps have waited for other processes of the model."""
+        """The seconds that steps have waited for other processes of the model so far."""
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
-        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        """The number of CUDA graphs, and the bytes and seconds that capturing at the start took."""
 
     def describe(self) -> str:
-        """Return dtype, device, threads and attention backend as one phrase."""
+        """Describe dtype, device, threads and attention backend in one phrase."""
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """The bytes of the weights in their files, by what their format is called."""
+        """The bytes of the weights in their files, by the name of their format."""
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of blocks on the host: [num_planes, num_blocks, size] by the names of `KVCache`.
+        """Return a copy of blocks on the host: tensors [num_planes, num_blocks, size], by their names in
+        `KVCache`.
 
         groups: the layer group of each block.
         """
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
+        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""

@@ -44,10 +44,10 @@ GPU_OVERHEAD = GIB // 2
 class ModelSizes(NamedTuple):
     """The sizes of a model's parameters.
 
-    by_part: bytes in memory, by part of the model.
-    in_files: bytes in the files, by format.
-    per_step: bytes that a step reads, which is all but the tables.
-    layers, head: the weights that a step multiplies by; weights that are stored alike are joined.
+    by_part: the bytes in memory, by part of the model.
+    in_files: the bytes in the files, by format.
+    per_step: the bytes that a step reads: all but tables that are only looked up.
+    layers, head: the weights that a step multiplies by; weights that are stored in the same way are joined.
     """
 
     by_part: Counter[str]
@@ -58,14 +58,14 @@ class ModelSizes(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all parameters in memory."""
+        """The size of all parameters in memory, in bytes."""
         return self.by_part.total()
 
 
 def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Kernels) -> ModelSizes:
-    """Return the sizes of the checkpoint in this directory. Raises what `load_model` does.
+    """Return the sizes of the checkpoint in this directory. Raises the errors of `load_model`.
 
-    device: the device that the weights would be on; this machine need not have it.
+    device: the device for the weights. This machine need not have it.
     """
     from ..model.weights.samples import SampledWeight, WeightSampler
 
@@ -111,7 +111,7 @@ def _part_of(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Footprint:
-    """The memory that an engine of these sizes will take."""
+    """A prediction of the memory that an engine of these sizes takes."""
 
     sizes: Sizes
     memory: Memory
@@ -125,7 +125,7 @@ class Footprint:
     def of(
         cls, sizes: Sizes, memory: Memory, device: torch.device, directory: Path, kernels: Kernels
     ) -> Self:
-        """Return the footprint of the checkpoint in this directory. Raises what `load_model` does."""
+        """Return the footprint of the checkpoint in this directory. Raises the errors of `load_model`."""
         model = model_sizes(sizes, device, directory, kernels)
         draft = None
         if sizes.draft is not None:
@@ -138,7 +138,7 @@ class Footprint:
         return replace(found, sizes=seats_in(sizes, found.room))
 
     def with_options(self, **options: Any) -> Self:
-        """Return the footprint with other options of the engine. Raises ConfigError for those it refuses."""
+        """Return the footprint with other options. Raises ConfigError for options that the engine refuses."""
         sizes = replace(self.sizes, config=replace(self.sizes.config, **options))
         if sizes.draft is not None:
             draft = sizes.draft
@@ -149,15 +149,15 @@ class Footprint:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the engine computes on a GPU, which keeps the state of its requests."""
+        """Whether the engine computes on a GPU, which then also stores the state of requests."""
         return self.sizes.device == "cuda"
 
     @cached_property
     def activation_bytes(self) -> int:
-        """The bytes of activations of the largest step: those of the widest layer, or of the logits if they
-        are larger.
+        """The bytes of the largest step's activations: of the widest layer, or of the logits if they are
+        larger.
 
-        With the partial results of split decodes, which that step may not have.
+        Partial results of split decodes are included, although the largest step may have none.
         """
         own = _activation_bytes(self.sizes, self.kernels)
         draft = self.sizes.draft
@@ -165,15 +165,12 @@ class Footprint:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights."""
+        """The bytes of all weights in memory."""
         return self.model.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the states that layers keep of requests, and of what a GPU keeps besides.
-
-        That is block tables, and counts of tokens for penalties.
-        """
+        """The bytes of recurrent states and, on a GPU, of requests' block tables and penalty counts."""
         return self.sizes.all_state_bytes + self._request_bytes
 
     @property
@@ -188,12 +185,12 @@ class Footprint:
 
     @property
     def kv_room(self) -> int:
-        """The bytes that are left for KV and rope tables; less than 0 if the rest alone does not fit."""
+        """The bytes left for KV and rope tables; negative if everything else alone does not fit."""
         return self.room - self.sizes.all_state_bytes
 
     @property
     def room(self) -> int:
-        """The bytes that are left for KV, rope tables and the states of layers."""
+        """The bytes left for KV, rope tables and recurrent states."""
         config = self.sizes.config
         left = self.memory.free - self.weight_bytes
         if not self.on_gpu:
@@ -208,7 +205,7 @@ class Footprint:
 
     @cached_property
     def num_blocks(self) -> int:
-        """The blocks of the KV cache: as many as the option says, else as many as fit; 0 if no token fits."""
+        """The number of KV blocks: as the option says, or else as many as fit; 0 if no token fits."""
         return self.sizes.config.num_blocks or self.sizes.blocks_in(self.kv_room)
 
     @property
@@ -218,13 +215,13 @@ class Footprint:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all parts together."""
+        """The bytes of everything together."""
         own = self.weight_bytes + self.activation_bytes + self.state_bytes
         return own + self.rope_bytes + self.kv_bytes
 
     @property
     def longest(self) -> int:
-        """The most tokens of a request that fits, up to max_model_len; 0 if the engine does not fit."""
+        """The length in tokens of the longest request that fits, at most max_model_len; 0 if none fits."""
         if not self.num_blocks or (self.sizes.config.num_blocks and self.num_bytes > self.memory.free):
             return 0
         return self.sizes.new_block_manager(self.num_blocks).longest_fit(self.sizes.max_model_len)
@@ -235,7 +232,7 @@ class Footprint:
         return self.longest == self.sizes.max_model_len
 
     def num_sequences(self, length: int) -> int:
-        """Return how many requests of this length can run at once."""
+        """Return how many requests with this many tokens can run at once."""
         if self.longest < length:
             return 0
         manager = self.sizes.new_block_manager(self.num_blocks)
@@ -286,10 +283,10 @@ def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:
-    """Return options, each of which alone would make a request of max_model_len fit.
+    """Return changes of options, each of which alone would make a request of max_model_len fit.
 
-    Some also need shorter requests. The last one is the largest max_model_len that fits without other
-    changes.
+    Some changes also need shorter requests. The last change is to the largest max_model_len that fits without
+    any other change.
     """
     config = footprint.sizes.config
     found = []
@@ -330,7 +327,7 @@ def _largest_that_fits(footprint: Footprint, name: str, most: int) -> int:
 
 
 def shortage(footprint: Footprint) -> str:
-    """Return the figures of an engine that does not fit, and the options that would make it fit."""
+    """Describe the memory of an engine that does not fit, and the options that would make it fit."""
     if footprint.fits:  # by these figures; what was measured differs
         return str(footprint)
     ways = " or ".join(ways_to_fit(footprint))

@@ -42,9 +42,10 @@ _NO_CONTENT = ("_name_or_path", "transformers_version")
 
 
 class KeptWeights(KeepsWeights):
-    """The packed weights of one model, or of a part of one, in a cache.
+    """The packed weights of one model, or of a part of it, in a cache on disk.
 
-    facts: all that decides how they are packed, but the content of the checkpoint. files: of that.
+    facts: everything besides the checkpoint's content that determines the packed bytes. files: the files of
+        the checkpoint.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class KeptWeights(KeepsWeights):
 
     @classmethod
     def of(cls, sizes: Sizes, directory: Path, loader: Loader, *, create: bool = True) -> KeptWeights | None:
-        """Return those of weights that a loader would pack; None if these are not kept.
+        """Return the packed weights that belong to a loader; None if they cannot be cached.
 
-        create: make the folder, if it is not there.
+        create: whether to make the cache folder if it does not exist.
         """
         files = _files_of(loader)
         if not all(each.has_data for each in files):
@@ -75,9 +76,10 @@ class KeptWeights(KeepsWeights):
         return None if cache is None else cls(cache, _facts(sizes, directory, loader), files, sizes)
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the weights that are kept, else those of the checkpoint, to be kept.
+        """Load the cached weights, or else the checkpoint's, recording them for the cache.
 
-        Returns False if a file that is intact was not that of the model, which is half loaded then.
+        Returns False if an intact file turned out to belong to another model; the model is then only partly
+        loaded.
         """
         found = self.find(loader)
         try:
@@ -96,7 +98,7 @@ class KeptWeights(KeepsWeights):
         return True
 
     def find(self, loader: Loader) -> KeptLoader | None:
-        """Return what loads the weights from the cache; None if it does not have them."""
+        """Return a loader that reads the weights from the cache; None if the cache does not have them."""
         digest = None if self._verify else content.known_digest(self.cache, self.files.values())
         if digest is None and self.cache.has_any(self.key):
             # Of a copy of the checkpoint, perhaps: reading it takes less time than packing it.
@@ -108,7 +110,7 @@ class KeptWeights(KeepsWeights):
         return kept_loader(loader, header, tensors)
 
     def seconds_saved(self) -> float | None:
-        """Return how long packing took of weights that are kept; None if they are not, by what is known."""
+        """Return how long packing the cached weights took; None if, as far as known, they are not cached."""
         digest = content.known_digest(self.cache, self.files.values())
         if digest is None:
             return None
@@ -149,9 +151,9 @@ class KeptWeights(KeepsWeights):
         self.cache.remove(path)
 
     def start_keeping(self) -> None:
-        """Write what was packed into the cache, by a thread of the lowest priority.
+        """Write the packed weights into the cache, by a thread of the lowest priority.
 
-        A process that ends before waits for it, at most as long as packing took.
+        A process that ends earlier waits for the thread, at most as long as packing took (5 s at least).
         """
         if self._recorder is None or self._thread is not None:
             return
@@ -160,7 +162,7 @@ class KeptWeights(KeepsWeights):
         atexit.register(self._end)
 
     def wait(self) -> Path | None:
-        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
+        """Wait until the weights are cached. Return their file; None if they cannot be cached."""
         self.start_keeping()
         if self._thread is not None:
             self._thread.join()

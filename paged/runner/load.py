@@ -58,7 +58,7 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
 
     model_config: the sizes' config after `for_context`.
 
-    Raises ConfigError where the options do not fit this machine, and CheckpointError where the checkpoint is
+    Raises ConfigError if the options do not suit this machine, and CheckpointError if the checkpoint is
     damaged or contradicts its config.json.
     """
     # Steps give them what the scheduler and the batch have proven.
@@ -98,7 +98,7 @@ def _load(
 
 
 def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
-    """Return whether packed weights are looked for in the cache, and kept there."""
+    """Return whether the cache of packed weights is used for this model."""
     num_bytes = sum(each.num_bytes for each in loader.sources.values())
     return (
         sizes.config.weights_cache is not False and loader.forms.in_panels and num_bytes >= LEAST_KEPT_BYTES
@@ -106,7 +106,7 @@ def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
 
 
 def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
-    """Return what a model of these sizes needs, whose weights this loader reads."""
+    """Return what a model of these sizes, with weights read by this loader, needs of the kernels."""
     return Needs(
         operations=frozenset((*operations_of(config), *(("add_lora",) if sizes.config.enable_lora else ()))),
         dtype=getattr(torch, sizes.dtype),
@@ -118,7 +118,7 @@ def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
 
 
 def operations_of(config: ModelConfig) -> Iterator[str]:
-    """Yield the operations that steps may launch: those of the layers, and all of sampling."""
+    """Yield the operations that steps may launch: those of the layers, and all operations of sampling."""
     yield from _EVERYWHERE
     yield "layer_norm" if config.norm.subtracts_mean else "rms_norm"
     factors = config.embedding_multiplier, config.logits_divisor
@@ -213,9 +213,9 @@ def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[N
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
-    """Return the kernels of the backend that is asked for; none is compiled yet.
+    """Return the kernels of the requested backend. No kernel is compiled yet.
 
-    Raises ResourceError if it is not installed.
+    Raises ResourceError if the backend is not installed.
     """
     with _importing():
         backend = resolve_backend(sizes.config.attention_backend, device)
@@ -232,7 +232,7 @@ def _progress() -> Any:
 
 
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
-    """Raise ConfigError unless the kernels have attention for a model of these sizes on this device."""
+    """Raise ConfigError unless the kernels support this model's attention on this device."""
     head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
     check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
@@ -241,12 +241,12 @@ def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
 def open_model(
     sizes: Sizes, model_config: ModelConfig, device: torch.device, directory: Path, kernels: Kernels
 ) -> Iterator[tuple[Decoder, Loader]]:
-    """Open the checkpoint in this directory. Yield the model on the meta device, and the loader of its
+    """Open the checkpoint in this directory. Yield the model on the meta device, and a loader for its
     weights.
 
-    So far, only headers and numbers that describe how weights are stored have been read from the files.
+    Only headers, and numbers that describe how weights are stored, are read from the files by then.
 
-    Raises what `load_model` does.
+    Raises the errors of `load_model`.
     """
     config = sizes.config
     dtype: torch.dtype = getattr(torch, sizes.dtype)

@@ -26,7 +26,7 @@ RunStep = Callable[[Schedule, KVCache], int]
 class Memory(NamedTuple):
     """The memory of a device in bytes.
 
-    free: what neither other processes nor the system use.
+    free: the bytes that neither other processes nor the system use.
     """
 
     total: int
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
     def of(cls, device: torch.device, held: int = 0) -> Memory:
         """Return the memory of a device of this machine.
 
-        held: how many bytes this engine already uses.
+        held: the bytes that this engine already uses on a CPU.
         """
         if device.type == "cpu":
             free = int(free_on_cpu()) + held
@@ -48,8 +48,8 @@ class Memory(NamedTuple):
 def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:
     """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
 
-    run_step: runs one step; on a GPU, where the memory that a step takes is measured. Returns the bytes that
-        will be taken beside that.
+    run_step: runs one step, whose memory is measured on a GPU. It returns the bytes that will be needed in
+        addition.
 
     Raises ResourceError if no token fits.
     """
@@ -85,9 +85,10 @@ def kv_bytes_on_cpu(config: EngineConfig) -> int:
 
 
 def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
-    """Return what gpu_memory_utilization leaves after other processes, the weights and a step's activations.
+    """Return the bytes that gpu_memory_utilization leaves after other processes, the weights and a step's
+    activations.
 
-    peak_bytes: the most that torch held while a step of the largest size ran.
+    peak_bytes: the peak of torch's allocated bytes while a step of the largest size ran.
     """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -95,10 +96,10 @@ def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int)
 
 
 def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) -> tuple[int, int]:
-    """Run a step of the largest size. Return the bytes that torch held at its peak, without the KV cache, and
-    those that will be taken beside them.
+    """Run a step of the largest size. Return torch's peak in bytes without the KV cache, and the bytes needed
+    besides.
 
-    Raises ResourceError if there is no memory for it.
+    Raises ResourceError if memory does not suffice.
     """
     lengths = largest_step(sizes)
     num_blocks = len(sizes.layout.groups) * sum(-(-n // sizes.block_size) for n in lengths)
@@ -158,7 +159,7 @@ def new_kv_cache(sizes: Sizes, device: torch.device, num_blocks: int, num_host_b
 
 
 def largest_step(sizes: Sizes) -> list[int]:
-    """Divide the token budget among as many sequences as allowed, so that the logits are largest too."""
+    """Divide the token budget among as many sequences as allowed, which makes the logits largest too."""
     budget = sizes.max_num_batched_tokens
     num_seqs = min(sizes.config.num_seats, budget)
     share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)
@@ -166,7 +167,7 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
-    """Return the most bytes that partial results of split decodes take; the measured step has few."""
+    """Return the maximum size in bytes of partial results of split decodes; the measured step has few."""
     max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
     widest = max(shape.value_dim for shape in sizes.model.kv_shapes.values())
     return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)

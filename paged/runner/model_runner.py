@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class ModelRunner(PartRunner):
     """The `Executor` of one process: a whole model, its KV cache and its sampler.
 
-    Raises ConfigError where the options do not fit this machine.
+    Raises ConfigError if the options do not suit this machine.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ModelRunner(PartRunner):
 
     @cached_property
     def reporter(self) -> Reporter:
-        """Computes what requests report on their prompts."""
+        """Computes the reports that requests ask for on their prompts."""
         from ..sampling.reporter import Reporter
 
         reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
@@ -87,7 +87,7 @@ class ModelRunner(PartRunner):
         return reporter
 
     def describe(self) -> str:
-        """Return dtype, device, threads and attention backend as one phrase."""
+        """Describe dtype, device, threads and attention backend in one phrase."""
         dtype = str(self.dtype).removeprefix("torch.")
         threads = ""
         if self.num_threads is not None:
@@ -108,7 +108,7 @@ class ModelRunner(PartRunner):
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """The bytes of the weights of all models in their files, by what their format is called."""
+        """The bytes of the weights of all models in their files, by the name of their format."""
         models = [self.model] if self.draft_model is None else [self.model, self.draft_model.model]
         total = Counter[str]()
         for model in models:
@@ -118,7 +118,7 @@ class ModelRunner(PartRunner):
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
-        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        """The number of CUDA graphs, and the bytes and seconds that capturing at the start took."""
         graphs = self.decode_graphs
         return (0, 0, 0.0) if graphs is None else (graphs.num_graphs, *graphs.cost)
 
@@ -127,10 +127,10 @@ class ModelRunner(PartRunner):
         return self.launch(self.plan(schedule)).result()
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a step. Only here the runner reads requests.
+        """Make the plan of a step. The runner reads requests only here.
 
-        Plans are launched in the order in which they are made, each once: a plan holds only what
-        has changed in the seats since the last one.
+        Plans must be launched once each, in the order in which they are made, because a plan contains only
+        the changes in the seats since the last plan.
         """
         if schedule.newcomers or schedule.vacated:
             self.sampling_seats.change(schedule.vacated, schedule.newcomers)
@@ -151,7 +151,7 @@ class ModelRunner(PartRunner):
         return seats.at(computed.sampled_seats)
 
     def run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
-        """Compute a step and sample from these rows."""
+        """Compute a step and sample from these rows, without waiting."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
@@ -203,22 +203,22 @@ class ModelRunner(PartRunner):
     def compute(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
         """Run the model on a batch.
 
-        Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has
-        computed them; and the hidden states that reports ask for, if any.
+        Returns the logits to sample from; each row's greedy token and its logit, if a recorded step computed
+        them; and the hidden states for reports, if any.
         """
         return compute(self.model, self.graphs, batch, self.kv_cache)
 
     def discard(self) -> None:
-        """Give up the steps in flight, whose results are not taken."""
+        """Give up the steps in flight. Their results will not be taken."""
         self.sampler.forget()
 
     # What concerns other processes of the model, of which there are none
 
     def check(self) -> None:
-        """Do nothing."""
+        """Do nothing: there are no other processes."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Return why no step can run any more after one has raised: the GPU has failed."""
+        """Return an error if no step can run any more after one has raised, because the GPU has failed."""
         # Ctrl-C must not wait for a GPU that may never answer.
         if not isinstance(error, Exception) or (failure := failure_of(self.device)) is None:
             return None
@@ -228,14 +228,14 @@ class ModelRunner(PartRunner):
         )
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Do nothing."""
+        """Do nothing: there are no other processes."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: there are no other processes."""
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that steps have waited for other processes: 0."""
+        """The seconds that steps have waited for other processes: always 0."""
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
@@ -247,9 +247,9 @@ class ModelRunner(PartRunner):
         return new_decode_graphs(self.sizes, self.model, self.batches, self.sampler.of_seats, self.device)
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> int:
-        """Run one step of both models in this KV cache, and capture the graphs of the start.
+        """Run one step of the model and of its draft model in a temporary KV cache, and capture CUDA graphs.
 
-        Keeps none of the memory that this took. Returns the bytes that graphs will take.
+        The memory that this takes is freed. Returns the bytes that CUDA graphs will take.
         """
         self.kv_cache = kv_cache
         self.execute(schedule)
@@ -278,7 +278,7 @@ class ModelRunner(PartRunner):
         )
 
     def new_sampler(self) -> Sampler:
-        """Return a sampler that knows of no request."""
+        """Return a new sampler that knows no requests."""
         config = self.model_config
         of_seats = None
         # Each step of several processes has a sampler of its own, which does not know what others have sent.
@@ -309,7 +309,7 @@ class Pending:
         self._reports = reports
 
     def result(self) -> StepOutput:
-        """Wait for the step. Return a token for each of the plan's sampled rows."""
+        """Wait for the step. Return a token for each sampled row of its plan."""
         if self._download is None or self._draw is None:
             return StepOutput()
         try:

@@ -37,31 +37,29 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """The other processes of a model, while they start together."""
+    """The other processes of a model, during their common start."""
 
     def loaded(self, weight_bytes: int) -> None:
         """Wait until all processes have loaded their weights.
 
-        weight_bytes: the bytes in the memory of this process.
+        weight_bytes: the bytes of weights in this process's memory.
         """
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Tell the others how many blocks, on the device and on the host, this process could have. Return the
-        smallest numbers of all.
-        """
+        """Tell the others how many blocks, on device and host, this process has. Return the smallest numbers."""
 
     def least_seats(self, num_seats: int) -> int:
-        """Return for how many sequences all have room, of how many this one has room for."""
+        """Tell the others for how many sequences this process has room. Return the smallest number."""
 
 
 class PartRunner:
-    """Owner of all device memory of a process: the weights, and the KV cache, which takes what they leave.
+    """Owns all device memory of a process: the weights, and the KV cache in the rest of the memory.
 
-    part: the part of the model that it computes; None computes all of it.
-    num_in_flight: the most steps in flight.
-    peers: the processes that compute the other parts, if there are any.
+    part: the part of the model that this process computes; None computes the whole model.
+    num_in_flight: maximum number of steps in flight.
+    peers: the processes that compute the other parts; None if there are none.
 
-    Raises ConfigError where the options do not fit this machine.
+    Raises ConfigError if the options do not suit this machine.
     """
 
     def __init__(
@@ -122,16 +120,16 @@ class PartRunner:
 
     @property
     def weight_bytes_here(self) -> int:
-        """The bytes of the weights in the memory of this process."""
+        """The bytes of the weights in this process's memory."""
         return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
 
     def keep_weights(self) -> None:
-        """Keep packed weights for the next start. Call it once this one is over."""
+        """Begin to cache packed weights on disk for the next start. Call this when the start is finished."""
         for each in self._kept_weights():
             each.start_keeping()
 
     def wait_for_kept_weights(self) -> Iterator[Path | None]:
-        """Wait until all packed weights are kept. Yield where; None if they cannot be."""
+        """Wait until all packed weights are cached. Yield the file of each; None if it cannot be cached."""
         return (each.wait() for each in self._kept_weights())
 
     def _kept_weights(self) -> list[KeepsWeights]:
@@ -193,7 +191,7 @@ class PartRunner:
             self.lora.set(slot, self.adapters[adapter])
 
     def send_state_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent, list[Run]] | None:
-        """Add the moves of states in a step to the upload, for `_move_states`; None if there are none."""
+        """Add a step's moves of recurrent states to the upload, for `_move_states`; None without any."""
         states = self.kv_cache.states
         if not plan.state_moves or states is None:  # a stage may have no layer with a state
             return None
@@ -215,7 +213,7 @@ class PartRunner:
         return {name: tensor[:, blocks].cpu() for name, tensor in tensors}
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """Write into a block what `read_blocks` has returned of one; tensors that are left out stay."""
+        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
 

@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 def new_batches(
     sizes: Sizes, config: ModelConfig, model: Model, device: torch.device, num_in_flight: int = 1
 ) -> Batches[Any]:
-    """Return what makes a model's batches.
+    """Return the maker of a model's batches.
 
     config: the sizes' config after `for_context`.
-    num_in_flight: the most steps that are in flight.
+    num_in_flight: maximum number of steps in flight.
     """
     options: dict[str, Any] = {
         "num_groups": len(sizes.layout.groups),
@@ -51,9 +51,7 @@ def new_batches(
 
 
 def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:
-    """Return the store of recorded steps; None if steps are not recorded. Log why, if one would expect
-    recording.
-    """
+    """Return the store of recorded steps; None if steps are not recorded. Log why, if that is unexpected."""
     # A recorded step skips the checks of debug mode.
     step_recorder = model.kernels.step_recorder
     if step_recorder is None or sizes.config.enforce_eager or in_debug_mode():
@@ -79,10 +77,10 @@ def compute(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None]:
     """Run a model, or its last part, on a batch.
 
-    stream: the stream of the previous part, if there is one.
+    stream: the output of the previous part; None if there is none.
 
-    Returns the logits to sample from; each row's greedy token and its logit, if a recorded step has computed
-    them; and the hidden states that reports ask for, if any.
+    Returns the logits to sample from; each row's greedy token and its logit, if a recorded step computed
+    them; and the hidden states for reports, if any.
     """
     given = tensors_of(stream)
     if graphs is None:
@@ -110,9 +108,9 @@ def compute(
 def compute_part(
     model: Model, graphs: StepGraphs | None, batch: Batch, kv_cache: KVCache, stream: Stream | None
 ) -> tuple[Tensor, ...]:
-    """Run a part of a model that is not the last. Return the tensors of the stream behind it.
+    """Run a part of a model that is not the last. Return the tensors of its output stream.
 
-    They may be in memory that the next step overwrites.
+    The next step may overwrite their memory.
     """
 
     def tensors(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:

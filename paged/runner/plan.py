@@ -16,12 +16,12 @@ IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
 
 class SeatChange(NamedTuple):
-    """What changes in a seat before a step: tokens, and the entries of its block tables from first_entry on.
+    """What changes in a seat before a step: tokens, and block table entries from first_entry on.
 
-    row: the seat's row in the step; one beyond the last if the seat is not in it.
-    num_tokens: how many of the plan's tokens are the row's. IN_SEAT: none, as the row computes the seat's
-        last token.
-    last_token: the newest token of the request; IN_SEAT: the token that the last step has drawn.
+    row: the seat's row in the step; a number past the last row if the seat is not in the step.
+    num_tokens: how many of the plan's tokens belong to the row; IN_SEAT if the row computes the seat's last
+        token instead.
+    last_token: the newest token of the request; IN_SEAT if it is the token that the last step drew.
     """
 
     row: int
@@ -36,22 +36,22 @@ class SeatChange(NamedTuple):
 class ComputedPart:
     """What every rank computes in a step.
 
-    Its rows are sequences. Plain decodes come first. Behind them come decodes with drafts, each of which
-    draws a token after each of its tokens.
+    The rows are sequences: first decodes without drafts, then decodes with drafts, then the rest. A decode
+    with drafts draws a token after each of its tokens.
 
-    The processes keep each seat's last token and block tables, so these are not sent again: for a decode
-    whose block tables have not grown, only its seat, its start and its count (1) are sent. If a process does
-    not draw the tokens itself, the last token is sent, too.
+    Every process stores each seat's last token and block tables. Therefore only seat, start and count (1) are
+    sent for a decode whose block tables have not grown, plus the last token if the process does not draw
+    tokens itself.
 
     swap_out, swap_in, copies, state_moves: see `Schedule`.
-    starts, counts: how many tokens of each row are computed before the step, and in it.
+    starts, counts: how many tokens of each row were computed before the step, and how many the step computes.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
         are given for each layer group.
-    sampled, sampled_seats: for each drawn token, the row whose last token it follows, and the seat that gets
-        it. Rows with drafts occur once for each of their tokens.
-    asked: the prompt positions for which a report is wanted in this step; see `AskedRows`.
-    last_tokens: the last tokens of decodes without drafts; empty if the seats have them.
+    sampled, sampled_seats: for each drawn token, the row that it is drawn for, and the seat that gets it.
+        Rows with drafts occur once for each of their tokens.
+    asked: the prompt positions on which this step reports; see `AskedRows`.
+    last_tokens: the last tokens of decodes without drafts; empty if the processes have them in the seats.
     adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
     adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
@@ -83,12 +83,12 @@ class ComputedPart:
 
     @property
     def absent_seats(self) -> list[int]:
-        """The changed seats that are not in the step."""
+        """The seats that change although they are not in the step."""
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether the step is another decode of exactly these seats, in which nothing has changed but,
-        at most, block tables that have grown.
+        """Return whether this is another decode of exactly these seats, with no changes but grown block
+        tables.
         """
         if not self.is_decode or self.seats != seats:
             return False
@@ -107,7 +107,7 @@ class ComputedPart:
         return positions + [starts[row] + counts[row] for row in self.sampled[len(positions) :]]
 
     def to_bytes(self) -> bytes:
-        """Write the part, for `from_bytes`."""
+        """Encode this part for `from_bytes`."""
         pairs = (self.swap_out, self.swap_in, self.copies, self.state_moves)
         rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
         tuples = (*pairs, self.asked, self.changes)
@@ -125,7 +125,7 @@ class ComputedPart:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read a part that `to_bytes` has written."""
+        """Decode a part that `to_bytes` encoded."""
         lists = _read(data)
         num_decodes, num_drafting = next(lists)
         swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
@@ -155,9 +155,9 @@ class ComputedPart:
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a seat from position `start` on, for a sampler that edits logits by earlier tokens.
+    """The tokens of a seat from position `start` on, for a sampler that needs them to edit logits.
 
-    drafts: the drafts that the step computes behind these tokens.
+    drafts: the drafts that the step computes after these tokens.
     """
 
     seat: int
@@ -170,7 +170,7 @@ class NewTokens(NamedTuple):
 class SampledPart:
     """The part of a plan for the process with the sampler: how rows are sampled and reported.
 
-    new_tokens: the new tokens of the sampled seats whose requests edit their logits.
+    new_tokens: the new tokens of sampled seats with requests that edit their logits.
     reports: how each entry of the computed part's `asked` is reported.
     """
 
@@ -178,14 +178,14 @@ class SampledPart:
     reports: list[ReportParams] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        """Write the part, for `from_bytes`."""
+        """Encode this part for `from_bytes`."""
         tokens = ([new.seat, new.start, len(new.drafts), *new.drafts, *new.tokens] for new in self.new_tokens)
         tops = ([] if report.num_top is None else [report.num_top] for report in self.reports)
         return _write([[len(self.new_tokens)], *tokens, *tops, *(r.next_tokens for r in self.reports)])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read a part that `to_bytes` has written."""
+        """Decode a part that `to_bytes` encoded."""
         (num_seats,), *lists = _read(data)
         new_tokens = [
             NewTokens(seat, start, ids[num_drafts:], ids[:num_drafts])
@@ -203,27 +203,28 @@ class SampledPart:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in two parts: what every rank computes, and what is sampled where the sampler is."""
+    """A step in two parts: what every rank computes, and what the process with the sampler does."""
 
     computed: ComputedPart
     sampled: SampledPart
 
     def to_bytes(self) -> tuple[bytes, bytes]:
-        """Write both parts, for `from_bytes`."""
+        """Encode both parts for `from_bytes`."""
         return self.computed.to_bytes(), self.sampled.to_bytes()
 
     @classmethod
     def from_bytes(cls, computed: bytes, sampled: bytes) -> Self:
-        """Read a plan that `to_bytes` has written."""
+        """Decode a plan that `to_bytes` encoded."""
         return cls(ComputedPart.from_bytes(computed), SampledPart.from_bytes(sampled))
 
 
 class Planner:
     """Makes a plan of each schedule, in the order in which the steps are launched.
 
-    with_prompt_lens, with_lens: whether rope needs the length of each row's prompt, or of its whole request.
-    with_last_tokens: whether a plan has the last tokens of decodes, for processes that do not draw them.
-    with_pending: whether steps are planned before the tokens of those in flight are known.
+    with_prompt_lens, with_lens: whether rope depends on the length of a row's prompt, or on the length of its
+        whole request.
+    with_last_tokens: whether plans contain the last tokens of decodes, for processes that do not draw tokens.
+    with_pending: whether steps are planned before the tokens of the steps in flight are known.
     """
 
     def __init__(

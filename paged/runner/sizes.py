@@ -43,7 +43,7 @@ ROWS_OF_READ = {"cuda": 256, "cpu": 24}
 
 
 class HostRates(NamedTuple):
-    """A rough estimate of a device's speed: half of what the slowest device of its kind promises."""
+    """A rough estimate of a device's speed: half of what the slowest device of its type promises."""
 
     flops_per_s: float
     bytes_per_s: float  # to or from the host
@@ -60,15 +60,16 @@ HOST_RATES = {"cuda": HostRates(100e12, 12e9), "cpu": HostRates(100e9, 5e9)}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of an engine.
+    """The sizes of an engine: the values of options that depend on model, device and dtype.
 
     device: "cuda" or "cpu".
     dtype: the dtype of activations.
-    target: what kernels are compiled for on a GPU, "sm_90" for example.
+    target: what kernels are compiled for on a GPU, for example "sm_90".
     host_bytes_per_s: the measured rate of swapping; None takes an estimate.
-    draft: the sizes of the draft model, whose K and V lie in the same blocks; see `draft_sizes`.
-    is_draft: whether these are the sizes of a draft model, whose layers share one block table.
-    part: the part of the model that this process computes; None computes all of it.
+    draft: the sizes of the draft model, if there is one; see `draft_sizes`. Its K and V lie in the same
+        blocks.
+    is_draft: whether these are the sizes of a draft model. Its layers share one block table.
+    part: the part of the model that this process computes; None computes the whole model.
 
     Raises ConfigError for an option that contradicts the model, the device or the dtype, and
     UnsupportedModelError for a dtype that no kernel computes in.
@@ -120,12 +121,12 @@ class Sizes:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of prompt and output together."""
+        """Maximum number of tokens of prompt and output together."""
         return self.config.max_model_len or self.model.max_context
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens per block."""
         if self.config.block_size is not None:
             return self.config.block_size
         dims = {shape.key_dim for shape in self.model.kv_shapes.values()}
@@ -139,13 +140,13 @@ class Sizes:
 
     @property
     def max_step_tokens(self) -> int:
-        """The most tokens of one request in a step."""
+        """Maximum number of tokens of one request in a step."""
         budget = self.max_num_batched_tokens
         return min(self.config.long_prefill_token_threshold or budget, budget)
 
     @property
     def max_sampled_rows(self) -> int:
-        """The most rows that a step with drafts samples. On a GPU, memory was measured for this many."""
+        """Maximum number of rows that a step with drafts samples. On a GPU, memory is measured for them."""
         return self.config.num_seats if self.device == "cuda" else self.max_num_batched_tokens
 
     @property
@@ -161,19 +162,19 @@ class Sizes:
 
     @property
     def num_heads(self) -> int:
-        """The most query heads of a layer in this process."""
+        """The largest number of query heads of any layer in this process."""
         return len(self.shard.share(self.model.num_heads))
 
     @property
     def layout(self) -> CacheLayout:
-        """Where the K and V of each layer lie in a block."""
+        """The layout of blocks: where K and V of each layer lie."""
         if self.is_draft:
             return CacheLayout.of_draft(self.model, self.block_size)
         return CacheLayout.of(self.model, self.block_size, self.part)
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block in all layers of its group, with scales, and in those of a draft model."""
+        """The bytes of one block: K, V and scales of all layers of its group, and of the draft model."""
         is_quantized = self.kv_dtype in QUANTIZED_ELEMENT_BYTES
         element = (ELEMENT_BYTES | QUANTIZED_ELEMENT_BYTES)[self.kv_dtype]
         own = self.layout.block_bytes(element, SCALE_BYTES if is_quantized else 0)
@@ -181,14 +182,14 @@ class Sizes:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of what layers keep of one sequence in place of K and V."""
+        """The bytes of one sequence's recurrent states."""
         states = self.model.states.items()
         own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
         return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
 
     @property
     def all_state_bytes(self) -> int:
-        """The bytes of the states of as many sequences as may run at once."""
+        """The bytes of the recurrent states of as many sequences as may run at once."""
         return self.config.num_seats * self.state_bytes
 
     @property
@@ -204,14 +205,15 @@ class Sizes:
 
     @property
     def max_useful_blocks(self) -> int:
-        """The blocks of max_num_seqs requests of full length."""
+        """The number of blocks that max_num_seqs requests of full length take."""
         blocks = -(-self.max_model_len // self.block_size)
         return self.config.num_seats * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
-        """Return how many blocks fit in so many bytes, with the rope tables; at most `max_useful_blocks`.
+        """Return how many blocks fit in `room` bytes together with the rope tables; at most
+        `max_useful_blocks`.
 
-        0 if no token fits, as a token takes a block in each layer group.
+        Return 0 if not even one token fits: a token takes a block in each layer group.
         """
         size = self.block_bytes
         if not size:  # a stage whose layers all keep states
@@ -222,14 +224,16 @@ class Sizes:
         return min(num_blocks, self.max_useful_blocks) if num_blocks >= len(self.layout.groups) else 0
 
     def all_rope_bytes(self, num_blocks: int) -> int:
-        """Return the bytes of the rope tables for so many blocks, those of a draft model included."""
+        """Return the bytes of the rope tables for num_blocks blocks, including the draft model's tables."""
         own = self.rope_table_bytes(self.num_tabulated_positions(num_blocks))
         return own + (0 if self.draft is None else self.draft.all_rope_bytes(num_blocks))
 
     def num_tabulated_positions(self, num_blocks: int) -> int:
-        """Return how many positions the rope table covers: those that a sequence in so many blocks reaches.
+        """Return how many positions the rope tables cover: all that one sequence in num_blocks blocks can
+        reach.
 
-        0 if each step computes cos and sin: they depend on the length, or the table would be too large.
+        Return 0 if each step computes cos and sin itself, because they depend on the sequence length or the
+        tables would be too large.
         """
         if self.model.rope.type == "dynamic":
             return 0
@@ -239,7 +243,7 @@ class Sizes:
         return reached if self.rope_table_bytes(reached) <= MAX_ROPE_TABLE_BYTES else 0
 
     def rope_table_bytes(self, num_positions: int) -> int:
-        """Return the bytes of the rope tables; longrope has more rows behind the longest request's."""
+        """Return the bytes of the rope tables. With longrope, they have further rows for long requests."""
         long = self.model.for_context(self.max_model_len).long_context
         num_rows = num_positions + (long.offset if long and num_positions else 0)
         return num_rows * self._rope_bytes_per_position
@@ -264,16 +268,16 @@ class Sizes:
 
     @property
     def num_host_states(self) -> int:
-        """The number of sequences whose states fit in host memory, in half of what swapping has."""
+        """The number of sequences whose recurrent states fit in half of the host memory for swapping."""
         if not self.state_bytes:
             return 0
         return min(self.config.num_seats, int(self.swap_space * GIB) // 2 // self.state_bytes)
 
     def swap_pays(self, num_tokens: int) -> bool:
-        """Return whether it takes less time to swap a sequence's KV out and in than to recompute it.
+        """Return whether swapping a sequence's KV out and in takes less time than recomputing it.
 
-        The estimate compares the FLOPs of linear layers and attention with the bytes over the host link,
-        twice, at the measured rate if there is one.
+        The estimate compares the time for the FLOPs of linear layers and attention with the time for
+        transferring the bytes twice, at the measured rate if there is one.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -330,9 +334,10 @@ class Sizes:
     ) -> Scheduler:
         """Make a scheduler that allocates from this block manager.
 
-        draft_model: the drafter of a speculative_config with a model.
-        num_in_flight: how many steps are to be in flight at once.
-        runs_ahead: whether these have the same requests; else the requests are divided among them.
+        draft_model: the drafter that runs the draft model, if there is one.
+        num_in_flight: how many steps are in flight at once.
+        runs_ahead: whether steps in flight may compute the same requests; otherwise the requests are divided
+            among the steps.
         """
         config = self.config
         scheduler = Scheduler(
@@ -373,13 +378,14 @@ class Sizes:
 
 
 def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
-    """Return the sizes of a model that drafts for the one of `sizes`, with the same blocks and dtypes.
+    """Return the sizes of a draft model for the model of `sizes`, with the same blocks and dtypes.
 
-    directory: where its checkpoint is.
+    directory: the directory of the draft model's checkpoint.
 
-    It drafts for requests up to its own context, and only while all of their K and V are kept: if every layer
-    of the target model has a window, up to the widest window. If its longrope changes factors at another
-    length than the target's, it drafts up to that length.
+    The draft model guesses for requests up to its own context length, and only while the cache holds all of
+    their K and V. If every layer of the target model has a sliding window, that is up to the widest window.
+    If the draft model's longrope changes factors at another length than the target's, it guesses up to that
+    length.
     """
     speculation = sizes.config.speculation
     assert speculation is not None, "a draft model comes from a speculative_config"

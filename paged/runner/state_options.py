@@ -7,7 +7,7 @@ from ..options.config import EngineConfig
 
 
 def check_options(config: EngineConfig, architecture: str, *, is_draft: bool) -> None:
-    """Raise ConfigError for an option that a model with states does not support."""
+    """Raise ConfigError for an option that a model with recurrent states does not support."""
     if config.enable_prefix_caching:
         raise ConfigError(
             f"enable_prefix_caching True is not supported for {architecture}, whose layers keep states: "

@@ -17,9 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def seats_in(sizes: Sizes, room: int) -> Sizes:
-    """Return sizes for as many sequences as the option says, or by default as have room for states.
+    """Return sizes with max_num_seqs set: as given, or by default for as many sequences as have room for
+    their states.
 
-    room: the bytes for states and KV together; states take a quarter at most, but one sequence may run.
+    room: the bytes for states and KV together. By default states take at most a quarter, but there is always
+        room for one sequence.
     """
     if sizes.config.max_num_seqs is not None or not sizes.state_bytes:
         return sizes
@@ -28,9 +30,10 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
 
 
 def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> Sizes:
-    """Return sizes with as many seats as states have room for beside the weights.
+    """Return sizes with as many seats as there is room for their states.
 
-    least: returns the least of such a number that a process of the model has, if there are several.
+    room: the bytes for states and KV together. least: returns the smallest such number among all processes of
+        the model; None if there is one process.
     """
     found = seats_in(sizes, room)
     if least is not None and sizes.config.max_num_seqs is None:
@@ -49,7 +52,7 @@ def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> S
 
 
 def new_states(sizes: Sizes, device: torch.device) -> StateCache:
-    """Allocate the states of all seats, and those that are swapped. Raises ResourceError."""
+    """Allocate the states of all seats, and of swapped-out sequences. Raises ResourceError."""
     part = ModelPart.whole(sizes.model.num_layers) if sizes.part is None else sizes.part
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     num_slots = sizes.config.num_seats
@@ -65,7 +68,7 @@ def new_states(sizes: Sizes, device: torch.device) -> StateCache:
 def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
     """Return the error of an engine whose states leave no room for K and V.
 
-    free: the bytes for both. least: those of a block in each layer group.
+    free: the bytes for states and KV together. least: the bytes of one block in each layer group.
     """
     return ResourceError(
         f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "

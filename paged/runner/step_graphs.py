@@ -23,7 +23,7 @@ MOST_TOKENS = 512  # in a recorded step; in a larger one, the time between kerne
 
 
 class StepGraphs:
-    """Recorded steps. A replay is bitwise equal to the model's forward, without Python between kernels."""
+    """Recorded steps. A replay equals the model's forward bitwise, but runs no Python between kernels."""
 
     # The largest decode step to record including its logits, which stay in memory.
     max_decodes = 64
@@ -38,11 +38,12 @@ class StepGraphs:
     def run(
         self, compute: Compute, batch: Batch, kv_cache: KVCache, given: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Return compute(batch, kv_cache), in memory that the next step overwrites.
+        """Return compute(batch, kv_cache), recorded or replayed. The next step overwrites the result's
+        memory.
 
         compute: the function to record. Its launches may depend only on the batch's `is_decode`, its number
             of tokens, and attention's plan for the lengths.
-        given: further tensors that it reads, changes or returns. They may differ from step to step.
+        given: further tensors that `compute` reads, changes or returns. They may differ from step to step.
         """
         if batch.num_tokens > MOST_TOKENS:
             return compute(batch, kv_cache)

@@ -30,11 +30,11 @@ REHEARSED_TOKENS = (
 def warm_up(runner: ModelRunner) -> int:
     """Launch every kernel that steps need, so that no request waits for a compilation.
 
-    Backends that do not compile at launch run one small step. So a model whose steps raise fails at the
-    start, rather than at the first request.
+    Backends that do not compile at launch run one small step, so that a model whose steps raise fails at the
+    start instead of at the first request.
 
     Returns the number of kernels compiled. Writes into the KV cache, so no request may hold blocks. Triton
-    keeps compiled kernels on disk, for a faster next start.
+    stores compiled kernels on disk for the next start.
 
     Raises UnsupportedModelError or ResourceError if a step raises, EngineDeadError if the GPU or a process of
     the model has failed.

@@ -28,9 +28,10 @@ MOST_APPENDED = 128  # tokens of a text, one by one; a text that lacks more is r
 class DryHistory:
     """The texts (prompt and output) of the current batch's requests that use DRY, on the device.
 
-    A place is one token of one text. The places of all texts are stored together, in order of arrival. The
-    reach of a place is the number of tokens before it that equal the last tokens of its text. Texts of
-    requests that ended or were preempted are dropped; a request that comes back is read anew.
+    A place is the position of one token in one text. The places of all texts are stored together, in order of
+    arrival. The reach of a place is how many of the tokens before it equal the last tokens of its text. The
+    texts of requests that ended or were preempted are dropped; if a preempted request resumes, its text is
+    read again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,11 +49,11 @@ class DryHistory:
 
     @property
     def capacity(self) -> int:
-        """How many tokens fit in the allocated memory."""
+        """Number of tokens that fit in the allocated memory."""
         return self._places.shape[1]
 
     def keep(self, requests: Sequence[Sampled]) -> None:
-        """Keep the texts of these requests, and drop all others."""
+        """Keep the texts of these requests only, and drop all others."""
         if not requests and not self._requests:
             return
         texts = self._texts
@@ -99,9 +100,7 @@ class DryHistory:
         rows: Tensor,  # i64[most, num_texts]: as of `apply`, behind each text's first draft, its second...
         tokens: Sequence[list[int]],  # of each text, its drafts included
     ) -> None:
-        """Subtract DRY's penalty from the logits of rows behind drafts; the drafts are forgotten
-        afterwards.
-        """
+        """Subtract DRY's penalty from the logits of rows after drafts. Forget the drafts afterwards."""
         texts = self._texts
         self._texts = []
         known = [(text.num_known, text.breaker) for text in texts]
@@ -238,7 +237,7 @@ class DryHistory:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def check(self) -> None:
-        """Check that every text has its places, with the reach that brute force finds."""
+        """Check that every text has its places, and that their reach equals that of a brute-force search."""
         assert [text.request for text in self._texts] == self._requests, "an update was interrupted"
         _, token, position, owner, before, reach = self._places[:, : self._num_places].tolist()
         assert set(owner) == {*range(len(self._texts))}, "a place without a text, or a text without places"

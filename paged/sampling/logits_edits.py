@@ -21,7 +21,7 @@ IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits
 
 
 class StepEdits(NamedTuple):
-    """The additions of one step to the edits of a batch.
+    """The edits of one step, in addition to the edits of the batch.
 
     banned: flat indices of the logits that only this step bans.
     """
@@ -31,10 +31,10 @@ class StepEdits(NamedTuple):
 
 
 class LogitsEdits:
-    """Edits the logits of one batch. It is valid as long as the same requests are sampled.
+    """Edits the logits of one batch. The object is valid as long as the same requests are sampled.
 
-    Edits are applied in the order of SamplingParams. Single logits are addressed by their flat index,
-    row * vocab_size + token.
+    Edits are applied in the order of SamplingParams. Single logits are addressed by their flat index, row *
+    vocab_size + token.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LogitsEdits:
         return {row: RowError(message, "request") for row, message in messages.items() if message}
 
     def record(self, tokens: Tensor, step: StepEdits) -> None:
-        """Count the tokens that were drawn, i64[num_rows]."""
+        """Count the drawn tokens, i64[num_rows], for later penalties."""
         if self._penalties is not None and step.recount is not None:
             self.history.record(tokens, self._penalties[0].tensor, step.recount.drafts)
 

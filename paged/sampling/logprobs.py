@@ -25,9 +25,9 @@ class _Group(NamedTuple):
 class AskedLogprobs:
     """The log_softmax of each row's chosen and most likely tokens; NaN if a row is not finite.
 
-    Batch-invariant: only rows that report equally many tokens are computed together.
+    Results are batch-invariant: only rows that report equally many tokens are computed together.
 
-    num_tops: how many of the most likely tokens to report for each row; -1: all.
+    num_tops: how many of the most likely tokens to report for each row; -1 reports all.
     """
 
     def __init__(self, num_tops: Sequence[int], vocab_size: int, upload: Upload) -> None:
@@ -49,9 +49,7 @@ class AskedLogprobs:
         tokens: Tensor,  # i64[num_rows], the chosen ones
         download: Download,
     ) -> list[list[Received]]:
-        """Compute the log-probabilities. Return the argument of `reports`, to be called once the download has
-        arrived.
-        """
+        """Compute the log-probabilities. Pass the result to `reports` once the download has arrived."""
         found = []
         for size, _, sent in self._groups:
             rows = logits if sent is None else kernels.take_rows(logits, sent.tensor)

@@ -23,19 +23,19 @@ _KEEPS_ALL = {"min_p": 0.0, "top_n_sigma": 0.0, "typical_p": 1.0, "top_p": 1.0}
 
 
 def columns_of(requests: Sequence[Sampled], vocab_size: int) -> NDArray[Any]:
-    """Return the requests' sampling parameters as a structured array, one row for each."""
+    """Return the requests' sampling parameters as a structured array, one row per request."""
     rows = [request.sampling.parameters or _write(request, vocab_size) for request in requests]
     return np.frombuffer(b"".join(rows), _ROW)
 
 
 def used_filters(columns: NDArray[Any], vocab_size: int) -> list[str]:
-    """Return the filters that the rows use."""
+    """Return the names of the filters that at least one row uses."""
     unused = _KEEPS_ALL | {"top_k": vocab_size}
     return [name for name, value in unused.items() if (columns[name] != value).any()]
 
 
 class SentParameters:
-    """The parameters of `sample_tokens` on the device. Filters that no row uses are left out."""
+    """The parameters of `sample_tokens` on the device, without filters that no row uses."""
 
     def __init__(self, columns: NDArray[Any], vocab_size: int, upload: Upload) -> None:
         self._seeds = upload.put(columns["seed"], torch.int64)

@@ -21,11 +21,11 @@ MAX_LOGITS = 2**24
 
 
 class Reporter:
-    """Computes the reports on positions of prompts: log-probabilities, or sums of hidden states.
+    """Computes reports on prompts: log-probabilities, or sums of hidden states.
 
     head: the output head, [n, hidden_size] -> f32[n, vocab_size].
-    max_rows: how many rows of logits are in memory at once, at least 1: the vocabulary is not split, because
-        ranks and the most likely tokens need all of it.
+    max_rows: maximum number of rows of logits in memory at once, at least 1. The vocabulary is not split,
+        because ranks and the most likely tokens need whole rows.
     """
 
     def __init__(self, head: Callable[[Tensor], Tensor], vocab_size: int, kernels: Kernels) -> None:
@@ -39,9 +39,7 @@ class Reporter:
         asked: Sequence[AskedRows],
         hidden: Tensor,  # as of `StepReports.run`
     ) -> None:
-        """Call the head as often as `StepReports.run` does, in a process that only takes part in the
-        computation.
-        """
+        """Call the head as often as `StepReports.run` does, for a process that does not report."""
         parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
         scored = [part for part, rows in zip(parts, asked, strict=True) if rows.is_scored]
         for rows in torch.split(torch.cat(scored), self.max_rows) if scored else ():
@@ -52,13 +50,13 @@ class Reporter:
     ) -> StepReports:
         """Send the tensors that a step's reports need.
 
-        params: the parameters of each asked row.
+        params: the parameters of each entry of `asked`.
         """
         return StepReports(self, asked, params, upload)
 
 
 class StepReports:
-    """The reports that one step computes."""
+    """The reports on prompts that one step computes."""
 
     def __init__(
         self, reporter: Reporter, asked: Sequence[AskedRows], params: Sequence[ReportParams], upload: Upload
@@ -108,7 +106,7 @@ class StepReports:
             self._sums = download.get(sums)
 
     def results(self) -> list[ReportedRows]:
-        """Return each report's results: log-probabilities by row, or `exact_sums` on the CPU."""
+        """Return the results of each report: log-probabilities by row, or `exact_sums` on the CPU."""
         found: dict[int, list[TokenLogprobs] | Tensor] = {}
         logprobs = itertools.chain.from_iterable(
             asked.reports(rows) for (_, asked), rows in zip(self._parts, self._found, strict=True)
@@ -124,12 +122,12 @@ class StepReports:
 def exact_sums(
     rows: Tensor,  # [num_rows, hidden_size]
 ) -> Tensor:  # f64[2, hidden_size]
-    """Add up rows without rounding, so that chunks, batches and devices cannot change the sum.
+    """Add up rows exactly, so that the sum does not depend on chunks, batches or devices.
 
-    Each number is rounded to a multiple of 2^-24, and the remainder to a multiple of 2^-60. Float64 holds
-    sums of either exactly, as long as the numbers add up to less than 2^29 and there are fewer than 2^18 of
-    them: prompts of 131,072 tokens, whose hidden states average up to 4,096. The result is the total of the
-        two sums.
+    Each number is split into a multiple of 2^-24 and a remainder, which is rounded to a multiple of 2^-60.
+    Float64 adds up each kind exactly, as long as the numbers total less than 2^29 and there are fewer than
+    2^18 of them: for instance 131,072 tokens whose hidden states average up to 4,096. The two returned rows
+    add up to the total.
     """
     coarse, fine = _UNITS
     rest = rows.double()

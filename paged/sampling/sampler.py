@@ -36,10 +36,12 @@ OVERFLOW = RowError("the sampling parameters made logits that are not finite", "
 class Sampler:
     """Chooses a token for each request.
 
-    The parameters on the device are kept while the same requests are sampled.
+    The parameters stay on the device as long as the same requests are sampled.
 
-    max_num_seqs: the most requests of a batch; on a GPU, memory for their penalties is allocated at once.
-    of_seats: the parameters that a device keeps by seat; it finds the positions of what is drawn, too.
+    max_num_seqs: maximum number of requests in a batch; on a GPU, memory for their penalties is allocated at
+        once.
+    of_seats: the parameters of all seats, if the device keeps them; it then computes the positions of drawn
+        tokens too.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Sampler:
     ) -> Draw:
         """Send the tensors needed to sample a token for each request.
 
-        positions: returns the tokens' positions.
+        positions: returns the positions of the tokens to draw.
         """
         batch = self._last
         if batch is None or batch.requests != requests:
@@ -93,7 +95,7 @@ class Sampler:
         return Draw(batch, positions, upload)
 
     def forget(self) -> None:
-        """Drop what is kept of the last batch, whose upload may have failed."""
+        """Drop the parameters of the last batch, since their upload may have failed."""
         self._last = None
         if self.of_seats is not None:
             self.of_seats.forget()
@@ -105,7 +107,7 @@ class Sampler:
         grammar_masks: GrammarMasks | None = None,
         best: tuple[Tensor, Tensor] | None = None,
     ) -> StepOutput:
-        """Choose one token for each row of f32[len(requests), vocab_size] without delay; see `Draw.run`."""
+        """Choose a token for each row of f32[len(requests), vocab_size], and wait for it; see `Draw.run`."""
         transfers = Transfers(self.device)
         upload = transfers.new_upload()
         download = transfers.new_download()
@@ -118,7 +120,7 @@ class Sampler:
 
 
 class Draw:
-    """One step's choice of a token for each request of a batch."""
+    """One step's draw: a token for each request of a batch."""
 
     __slots__ = (
         "_edited",
@@ -152,12 +154,12 @@ class Draw:
         self._logprobs: list[list[Received]] = []
 
     def take(self, tokens: Tensor, highest: Tensor, download: Download) -> None:
-        """Take tokens that were drawn with the parameters of the batch, and each row's highest logit."""
+        """Take tokens that were already drawn with the batch's parameters, and each row's highest logit."""
         self._tokens = download.get(tokens)
         self._of_model = download.get(highest)
 
     def start_masks(self) -> GrammarMasks | None:
-        """Start the masks of the requests that have a grammar; None if there are none."""
+        """Start computing the masks of requests with a grammar. Return None if there are none."""
         rows = self.batch.with_grammar
         if not rows:
             return None
@@ -175,11 +177,11 @@ class Draw:
     ) -> Tensor | None:
         """Choose one token for each row of f32[num_requests, vocab_size], which is changed in place.
 
-        best: `kernels.greedy` of the logits, if already computed.
-        places: `SampledPlaces` of the rows, where the device keeps parameters by seat.
+        best: the result of `kernels.greedy` for the logits, if already computed.
+        places: the `SampledPlaces` of the rows, if the device keeps parameters by seat.
 
-        Returns the tokens, i64[num_requests]; None if there is no request. A row gets an error instead if the
-        model's logits are not finite, or if the request's own parameters leave no token.
+        Returns the tokens, i64[num_requests]; None if there are no requests. A row gets an error instead of a
+        token if its logits are not finite, or if the request's own parameters allow no token.
         """
         batch = self.batch
         kernels = self._kernels

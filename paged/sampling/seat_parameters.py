@@ -20,16 +20,18 @@ FILTERS = ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
 
 
 class SampledPlaces(NamedTuple):
-    """The rows of logits that a step samples from: their seats, and the positions of the drawn tokens."""
+    """The rows of logits that a step samples from: their seats, and the positions of the tokens to draw."""
 
     seats: Tensor  # i64[num_rows]
     positions: Tensor  # i64[num_rows]
 
 
 class SeatParameters:
-    """The parameters of the requests in all seats, each sent once, when a request takes its seat.
+    """The sampling parameters of the requests in all seats, on the device. They are sent once, when a request
+    takes its seat.
 
-    table: a row for each seat, see `TakeParameters`. The last one is the scratch seat's, which is greedy.
+    table: a row for each seat, see `TakeParameters`. The last row belongs to the scratch seat, whose
+        parameters are greedy.
     """
 
     def __init__(self, take: TakeParameters, num_seats: int, device: torch.device) -> None:
@@ -41,9 +43,9 @@ class SeatParameters:
     def put(
         self, seats: Sequence[int], requests: Sequence[Sampled], columns: NDArray[Any], upload: Upload
     ) -> None:
-        """Send the parameters of requests that the device does not know.
+        """Send the parameters of requests that the device does not have yet.
 
-        columns: those of the requests.
+        columns: the parameters of all these requests, from `columns_of`.
         """
         known = self._known
         new = dict[int, int]()  # the row of each seat
@@ -57,19 +59,19 @@ class SeatParameters:
             self._sent = upload.put([*new], torch.int64), upload.put(words, torch.int32)
 
     def write(self) -> None:
-        """Keep the parameters that `put` has added to an upload, which is sent."""
+        """Write the parameters that `put` added to an upload into the table, once the upload is sent."""
         if self._sent is not None:
             seats, words = self._sent
             self._sent = None
             self.table.index_copy_(0, seats.tensor, words.tensor)
 
     def forget(self) -> None:
-        """Send the parameters of all requests again: some may not have arrived."""
+        """Assume that the device has no parameters: some may not have arrived. All are sent again."""
         self._known = {}
         self._sent = None
 
     def of_rows(self, columns: NDArray[Any], vocab_size: int) -> SeatedParameters:
-        """Return the parameters of a batch's rows, whose columns these are."""
+        """Return the parameters of the rows with these columns, as the device takes them from the seats."""
         return SeatedParameters(self, columns, vocab_size)
 
     def take(self, seats: Tensor) -> RowParameters:
@@ -78,9 +80,9 @@ class SeatParameters:
 
 
 class SeatedParameters:
-    """The parameters of a batch's rows, which the device takes from their seats.
+    """The parameters of a batch's rows. The device takes them from the rows' seats.
 
-    filters: those that rows use; the others are left out.
+    filters: the names of the filters that at least one row uses; others are left out.
     """
 
     def __init__(self, of_seats: SeatParameters, columns: NDArray[Any], vocab_size: int) -> None:
@@ -90,7 +92,7 @@ class SeatedParameters:
     def sample(
         self, kernels: Kernels, logits: Tensor, places: SampledPlaces, highest: Tensor | None
     ) -> Tensor:
-        """Draw a token of each row; see `Kernels.sample_tokens`."""
+        """Draw a token for each row; see `Kernels.sample_tokens`."""
         taken = self._of_seats.take(places.seats)
         return draw(kernels, logits, taken, self.filters, places, highest)
 
@@ -103,7 +105,7 @@ def draw(
     places: SampledPlaces,
     highest: Tensor | None,
 ) -> Tensor:
-    """Draw a token of each row with these filters; see `Kernels.sample_tokens`."""
+    """Draw a token for each row with these filters; see `Kernels.sample_tokens`."""
     used: dict[str, Any] = {name: getattr(taken, name) if name in filters else None for name in FILTERS}
     return kernels.sample_tokens(
         logits, taken.seeds, places.positions, temperature=taken.temperature, highest=highest, **used
@@ -111,7 +113,7 @@ def draw(
 
 
 def words_of(columns: NDArray[Any]) -> NDArray[np.int32]:
-    """Return the parameters as words of 32 bits, a row of them for each request; see `TakeParameters`."""
+    """Return the parameters as 32-bit words, one row per request; see `TakeParameters`."""
     packed: NDArray[Any] = np.empty(len(columns), WORDS)
     for name in WORDS.names or ():
         packed[name] = columns[name]

@@ -9,7 +9,7 @@ from ..requests.request import NO_SEAT, Request, RequestInputs, SamplingState
 
 
 class Sampled(Protocol):
-    """The attributes of a request that the sampler reads. `Request` has them, and so has `SamplingSeat`."""
+    """The attributes of a request that the sampler reads. `Request` and `SamplingSeat` have them."""
 
     inputs: RequestInputs
     sampling: SamplingState
@@ -18,7 +18,7 @@ class Sampled(Protocol):
 
     @property
     def token_ids(self) -> list[int]:
-        """The prompt, followed by the output so far."""
+        """The prompt followed by the output so far."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -30,7 +30,7 @@ class Sampled(Protocol):
 
 
 class SamplingSeat:
-    """The sampler's state for the request in a seat.
+    """The sampler's state for the request in one seat.
 
     token_ids: the prompt, followed by the output; empty unless the request edits its logits.
     drafts: the drafts of the newest step; empty unless the request edits its logits.
@@ -58,9 +58,9 @@ class SamplingSeat:
         return self.token_ids[self.num_prompt_tokens :]
 
     def row(self, num_drafts: int) -> SamplingSeat | DraftRow:
-        """Return the request's state behind its first num_drafts drafts.
+        """Return the request's state after its first num_drafts drafts.
 
-        It is the same object in every step, so that the sampler need not gather its parameters again.
+        Every step gets the same object, so that the sampler need not gather the parameters again.
         """
         if not num_drafts:
             return self
@@ -72,7 +72,7 @@ class SamplingSeat:
 
 
 class DraftRow:
-    """The state of a request if its first num_drafts drafts are right."""
+    """The state of a request after its first num_drafts drafts, provided that they are right."""
 
     __slots__ = ("inputs", "num_drafts", "num_prompt_tokens", "sampling", "seat", "stop_ids")
 
@@ -91,32 +91,31 @@ class DraftRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens generated so far, plus the drafts."""
+        """The number of tokens generated so far, drafts included."""
         return self.seat.num_output_tokens + self.num_drafts
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens generated so far, and the drafts."""
+        """The tokens generated so far, followed by the drafts."""
         return self.token_ids[self.num_prompt_tokens :]
 
     def follow_grammar(self) -> None:
-        """Start from the request's position in its grammar. The drafts follow from there."""
+        """Copy the request's position in its grammar. The drafts are consumed from there."""
         if self.seat.sampling.grammar is not None:
             self.sampling.grammar = self.seat.sampling.grammar.copy()
 
 
 class SamplingSeats:
-    """The sampler's state for all seats. A seat gets the parameters of its request once, and then only
-    tokens.
+    """The sampler's state for all seats. A seat gets its request's parameters once, and then only tokens.
 
-    Parameters are not in a step's plan: they do not change, and may hold functions.
+    Parameters are not part of a step's plan, because they do not change and may contain functions.
     """
 
     def __init__(self) -> None:
         self._seats: dict[int, SamplingSeat] = {}
 
     def change(self, vacated: Iterable[int], newcomers: Iterable[Request]) -> None:
-        """Empty the seats that requests have left, and fill those that other requests have taken.
+        """Empty the seats that requests have left, and fill the seats that other requests have taken.
 
         newcomers: the requests to fill in, including those that changed in their seats.
         """
@@ -126,9 +125,9 @@ class SamplingSeats:
             self._seats[request.seat] = SamplingSeat(request)
 
     def add_tokens(self, seat: int, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Add the request's tokens from position `start` on to a seat, and the drafts behind them.
+        """Add the request's tokens from position `start` on to a seat, and the drafts that follow them.
 
-        What is before is known: of the last step's drafts, those that were right.
+        Tokens before `start` are known already: those that were right among the last step's drafts are kept.
         """
         found = self._seats[seat]
         found.token_ids += found.drafts
@@ -136,13 +135,11 @@ class SamplingSeats:
         found.drafts = [*drafts]
 
     def at(self, seats: Sequence[int]) -> list[SamplingSeat]:
-        """Return these seats."""
+        """Return the states of these seats."""
         return [*map(self._seats.__getitem__, seats)]
 
     def with_drafts(self, seats: Sequence[int]) -> list[SamplingSeat | DraftRow]:
-        """Return a row for each of these seats. If a seat occurs again, each further row is one
-        draft further.
-        """
+        """Return a row for each seat. Where a seat repeats, each further row is after one more draft."""
         rows = list[SamplingSeat | DraftRow]()
         before = NO_SEAT
         num_drafts = 0

@@ -59,8 +59,7 @@ _EXCERPT = re.compile(r"^ *(\d+ \|.*|\^) *$", re.MULTILINE)
 class Grammars:
     """Compiles grammars for one model, and caches the most recently used ones. Thread-safe.
 
-    vocab_size: the number of logits. Only tokens that both the logits and the tokenizer have are ever
-        allowed.
+    vocab_size: the number of logits. A token is allowed only if it has a logit and the tokenizer knows it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
@@ -288,12 +287,11 @@ def _start_thread(run: Callable[[], None]) -> None:
 class GrammarState:
     """The position of one output in its grammar: a matcher that has consumed num_taken of its tokens.
 
-    It catches up with the request's tokens when asked, so preemption and failed steps do not affect it. While
-    a worker computes its next mask, nothing else touches the matcher.
+    The state catches up with the request's tokens when it is asked, so preemption and failed steps do not
+    affect it. While a worker computes the next mask, nothing else uses the matcher.
 
-    grammar: the compiled grammar, shared by all of its outputs.
-    job, row: the job, and its row, that compute the mask after num_taken tokens; None: the mask is the
-        grammar's first.
+    grammar: the compiled grammar, shared by all of its outputs. job, row: the job, and its row, that compute
+        the mask after num_taken tokens; job is None if the next mask is the grammar's first.
     """
 
     __slots__ = ("_matcher", "grammar", "job", "num_taken", "row", "vocabulary")
@@ -308,20 +306,18 @@ class GrammarState:
 
     @property
     def matcher(self) -> Any:
-        """The matcher, once no worker uses it."""
+        """The matcher. Waits until no worker uses it."""
         if (job := self.pending) is not None:
             wait((job.done,))
         return self._matcher
 
     @property
     def pending(self) -> MaskJob | None:
-        """The job that computes the next mask; None if the mask is computed, or not begun."""
+        """The job that computes the next mask; None if the mask is finished or not begun."""
         return None if self.job is None or self.job.done.done() else self.job
 
     def copy(self) -> GrammarState:
-        """Return an independent state at the same position. While a worker uses the matcher, the copy starts
-        at the beginning.
-        """
+        """Return an independent copy. If a worker uses the matcher, the copy starts from the beginning."""
         copy = GrammarState(self.grammar, self.vocabulary)
         if self.pending is None:
             copy._matcher = self._matcher.deep_copy()
@@ -336,27 +332,27 @@ class GrammarState:
         return request.token_ids[start:]
 
     def follow(self, request: Sampled) -> bool:
-        """Consume all of the output. Return whether the grammar allows it."""
+        """Consume the rest of the output. Return whether the grammar allows the output."""
         if self.num_taken == request.num_output_tokens:
             return True
         matcher = self.matcher
         return bool(matcher.consume_tokens(self.missing(request)))
 
     def has_mask(self, request: Sampled) -> bool:
-        """Return whether the request's next mask is computed, or is being computed."""
+        """Return whether the request's next mask is computed or being computed."""
         return self.num_taken == request.num_output_tokens and (self.job is not None or not self.num_taken)
 
     def begin(self, job: MaskJob, row: int) -> None:
-        """Make a job's row compute the next mask."""
+        """Let the next mask be computed in this row of a job."""
         self.job = job
         self.row = row
 
     def mask(self) -> NDArray[np.int32]:
-        """Wait for the next mask and return it, i32[num_words]. Raises the error of the library."""
+        """Wait for the next mask. Return it, i32[num_words]. Raises the error of the library."""
         return self.grammar.first if self.job is None else self.job.mask(self.row)
 
     def possible(self, stop_ids: frozenset[int]) -> frozenset[int]:
-        """Return the tokens that may come next, if these stop tokens end an output."""
+        """Return the tokens that may come next, given the stop tokens that end an output."""
         vocabulary = self.vocabulary
         row = vocabulary.allowed(self.matcher) & vocabulary.not_ends
         if self.matcher.is_accepting():
@@ -367,7 +363,7 @@ class GrammarState:
     def is_complete(self, request: Sampled) -> bool:
         """Return whether the output is complete and nothing can follow it.
 
-        False if the library fails: `GrammarMasks` reports the error of the request's next mask.
+        Return False if the library fails; `GrammarMasks` will report its error with the next mask.
         """
         try:
             return self._is_complete(request)
@@ -383,9 +379,9 @@ class GrammarState:
         return not (row & vocabulary.not_ends).any()
 
     def num_allowed(self, request: Sampled, tokens: Sequence[int]) -> int:
-        """Return how many of these tokens may follow the output; 0 where the library is slow, or fails.
+        """Return how many of these tokens may follow the output; 0 if the library is slow or fails.
 
-        Tokens that end an output do not count, as nothing may follow them.
+        Tokens that end an output do not count, since nothing may follow them.
         """
         ends = self.vocabulary.ends | request.stop_ids
         num = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -413,7 +409,7 @@ class GrammarState:
 def begin_masks(requests: Iterable[Sampled]) -> None:
     """Have workers compute the next masks of requests with a grammar, unless they already do.
 
-    Outputs of one grammar are computed together; those of a slow one each by itself.
+    The masks of one grammar are computed in one job; each mask of a slow grammar has a job of its own.
     """
     groups: dict[Any, list[tuple[GrammarState, Sampled]]] = {}
     for request in requests:
@@ -429,7 +425,7 @@ def begin_masks(requests: Iterable[Sampled]) -> None:
 
 
 def pending_mask(request: Sampled) -> MaskJob | None:
-    """Return the job that computes the request's next mask; None if it is computed, or not begun."""
+    """Return the job that computes the request's next mask; None if the mask is finished or not begun."""
     state: GrammarState = request.sampling.grammar  # type: ignore[assignment]
     return state.pending
 
@@ -437,9 +433,9 @@ def pending_mask(request: Sampled) -> MaskJob | None:
 class GrammarMasks:
     """Masks of the tokens that grammars allow in the rows of one step.
 
-    Workers compute the masks during the forward pass. Make this object before the forward, and call `apply`
-    or `choose` after it, which wait SLOW_S at most. `check` reports errors. Rows whose masks were late are
-    sampled again.
+    Workers compute the masks during the forward pass. Make this object before the forward pass, and call
+    `apply` or `choose` after it; they wait SLOW_S at most. `check` reports errors. Rows whose masks were late
+    are sampled in a later step.
     """
 
     def __init__(self, rows: list[int], requests: list[Sampled]) -> None:
@@ -457,7 +453,7 @@ class GrammarMasks:
         kernels: Kernels,
         logits: Tensor,  # f32[num_rows, vocab_size], changed in place
     ) -> None:
-        """Set the logits of tokens that are not allowed to -inf. NaN stays NaN, as the sampler reports it."""
+        """Set the logits of tokens that are not allowed to -inf. NaN stays NaN, for the sampler to report."""
         kernels.mask_logits(logits, *self._on(logits.device))
 
     def choose(
@@ -465,7 +461,7 @@ class GrammarMasks:
     ) -> tuple[Tensor, Tensor] | None:
         """Return each row's most likely allowed token and its logit; None if the logits must be masked first.
 
-        best: the most likely of all tokens, as `Kernels.greedy` returns them.
+        best: the result of `Kernels.greedy`: each row's most likely token and its logit.
         """
         if kernels.greedy_of_allowed is None:
             return None
@@ -479,7 +475,7 @@ class GrammarMasks:
         return torch.tensor(self.rows).to(device, non_blocking=True), bits.to(device, non_blocking=True)
 
     def check(self, output: StepOutput) -> None:
-        """Replace the tokens of failed rows by errors, and those of late rows by none."""
+        """Replace the tokens of failed rows by errors. Remove the tokens of rows with late masks."""
         bits = self.wait()
         for row in (self.rows[i] for i in self._late):
             if row not in output.errors:
@@ -497,7 +493,7 @@ class GrammarMasks:
         output.errors |= self.errors
 
     def wait(self) -> NDArray[np.int32]:
-        """Wait for the workers, SLOW_S at most. Return the bits."""
+        """Wait for the workers, SLOW_S at most. Return the bits of all masks."""
         if self._bits is None:
             jobs = {state.job for state in self._states}
             if pending := [job for job in jobs if job is not None and not job.done.done()]:

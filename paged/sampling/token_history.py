@@ -18,12 +18,12 @@ UNKNOWN = -1
 
 
 class DraftCounts(NamedTuple):
-    """The rows of a step behind drafts. Such a row counts the tokens of its request's own row, plus the
-    drafts before it.
+    """The rows of a step that follow drafts. Such a row counts the tokens of its request's first row, plus
+    the drafts before it.
 
-    places: places of the drafts in the flat counts, row by row.
-    firsts: for each row, the number of its request's own row.
-    next_drafts: for each row, the draft that the drawn token must equal; NOT_A_DRAFT behind the last draft.
+    places: indices of the drafts in the flat counts, row by row.
+    firsts: for each row, the number of its request's first row.
+    next_drafts: for each row, the draft that the drawn token must equal; NOT_A_DRAFT after the last draft.
     """
 
     slots: Sent  # of these rows
@@ -34,9 +34,9 @@ class DraftCounts(NamedTuple):
 
 
 class Recount(NamedTuple):
-    """The requests of a step, and the tokens of those that the device has not counted yet.
+    """The requests of a step, and the tokens of requests that the device has not counted yet.
 
-    seen, generated: places in the flat counts, request by request.
+    seen, generated: indices in the flat counts, request by request.
     """
 
     requests: list[Sampled]
@@ -50,11 +50,12 @@ class Recount(NamedTuple):
 class TokenHistory:
     """Token counts on the device, with one slot per row of the current batch whose request uses penalties.
 
-    A request that ended or was preempted has no slot; if it comes back, its tokens are counted anew. Drawn
-    tokens are counted on the device, so that nothing waits for them. A row behind drafts has a slot of its
-    own for one step. Of the tokens that a request draws, only those that follow right drafts count.
+    A request that ended or was preempted has no slot; if it resumes, its tokens are counted again. Drawn
+    tokens are counted on the device, so the host need not wait for them. A row that follows drafts has its
+    own slot for one step. Of the tokens that a request draws, only those that follow right drafts count.
 
-    num_slots: how many rows memory is allocated for when the first row uses penalties; it grows when needed.
+    num_slots: the number of rows for which memory is allocated when the first row uses penalties. It grows
+        when needed.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, num_slots: int = MIN_SLOTS) -> None:
@@ -69,11 +70,11 @@ class TokenHistory:
 
     @property
     def num_slots(self) -> int:
-        """The number of rows that there is memory for."""
+        """The number of rows for which memory is allocated."""
         return self.output_counts.shape[0]
 
     def keep(self, rows: Sequence[Sampled], upload: Upload) -> None:
-        """Assign slots to these rows, and to no others. A row behind drafts follows its request's own row."""
+        """Give slots to these rows only. A row that follows drafts comes after its request's first row."""
         if not rows and not self._slots:
             return
         stay = set(rows)
@@ -87,7 +88,7 @@ class TokenHistory:
         self.slots = upload.put([*self._slots.values()], torch.int64)
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> Recount:
-        """Send the drafts, and the tokens that are not counted yet.
+        """Send the drafts, and the tokens that the device has not counted yet.
 
         positions: the positions of the token that each row draws.
         """
@@ -176,7 +177,7 @@ class TokenHistory:
         rows: Tensor,  # i64[num_rows], where each row's token is among them
         drafts: DraftCounts | None = None,
     ) -> None:
-        """Count the drawn tokens. A token behind drafts counts only if these are right."""
+        """Count the drawn tokens. A token that follows drafts counts only if the drafts are right."""
         assert self.slots is not None, "no row has a slot"
         known = self._known
         self._known = {}

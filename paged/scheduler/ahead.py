@@ -14,18 +14,20 @@ from .schedule import Schedule
 
 
 class StepsAhead:
-    """Chooses the decodes of steps that begin while the device computes the ones before.
+    """Schedules decodes in steps that begin while the device still computes earlier steps.
 
-    A seat has the token that a step in flight draws, so the next step need not know it. Everything else of
-    such a decode is known: its place, its blocks, and whether the output ends by its length. If it ends by a
-    stop token, a stop string or an abort, steps in flight have computed a row for nothing: `Scheduler.update`
-    drops it, and its blocks and its seat are kept until these steps end.
+    The token that a step in flight draws stays in the request's seat on the device, so the host need not know
+    it to schedule the next token. The host does know the token's position, its blocks, and whether the output
+    ends there by its length. If the output ends in another way (a stop token, a stop string or an abort), the
+    steps in flight compute a useless row. `Scheduler.update` drops the row; the request's blocks and seat are
+    not reused until these steps end.
 
-    A request whose next token depends on its text by way of the host, or which may get drafts, waits for all
-    of its results; see `follows_its_text`. All such decodes go into one step: one of half as many takes
-    nearly as long.
+    If the host must see a request's tokens to compute the next one (`follows_its_text`), or if the request
+    may get drafts, its next step waits for all of its results. All such requests are put into one step,
+    because a step with half as many takes nearly as long.
 
-    Where blocks run short none is scheduled ahead: the steps in flight end, and then requests are preempted.
+    If blocks run short, nothing is scheduled ahead: the steps in flight end first, and then requests are
+    preempted.
     """
 
     def __init__(self, running: RunningSet, preemption: Preemption, manager: BlockManager) -> None:
@@ -39,21 +41,21 @@ class StepsAhead:
         self._ended_at = -math.inf
 
     def is_draining(self) -> bool:
-        """Return whether steps in flight are to end before the next one begins."""
+        """Return whether the steps in flight must end before the next step begins."""
         self._drains = self._drains and self._manager.pool.num_steps_in_flight > 0
         return self._drains
 
     def drain(self) -> bool:
-        """Let the steps in flight end before the next one begins. Return whether there are any."""
+        """Let the steps in flight end before the next step begins. Return whether any are in flight."""
         self._drains = self._manager.pool.num_steps_in_flight > 0
         return self._drains
 
     def schedule_decodes(self, schedule: Schedule, budget: int, *, is_drafting: bool) -> list[Request]:
-        """Schedule one token for each request that needs exactly one, or will when its last one is drawn.
+        """Schedule one token for each request that needs exactly one, now or once its pending token is drawn.
 
-        is_drafting: whether decodes may get drafts, which follow from their text.
+        is_drafting: whether decodes may get drafts; these depend on the tokens so far.
 
-        Returns the requests that need more.
+        Returns the requests that need more than one token.
         """
         prefills = list[Request]()
         self._is_drafting = is_drafting
@@ -97,7 +99,7 @@ class StepsAhead:
         return prefills
 
     def begin_step(self, schedule: Schedule) -> None:
-        """Count what a step will give its requests. They may be scheduled again."""
+        """Add the tokens that a step will draw to its requests' pending tokens. Make decodes ready again."""
         self._learn(schedule.newcomers)
         num_decodes = schedule.num_decode_tokens + len(schedule.drafts)
         decodes = schedule.requests[:num_decodes]
@@ -110,7 +112,9 @@ class StepsAhead:
         self._newest = schedule
 
     def end_step(self, schedule: Schedule, now: float) -> None:
-        """Count off what the oldest step has given its requests. It began when the one before had ended."""
+        """Subtract the tokens that the oldest step drew from its requests' pending tokens.  The step's
+        scheduled_time becomes at least the time at which the step before it ended.
+        """
         self._has_waiting.popleft()
         for request in schedule.sampled_requests:
             request.num_pending -= 1
@@ -118,7 +122,7 @@ class StepsAhead:
         self._ended_at = now
 
     def cancel(self) -> None:
-        """Forget the steps in flight: what they draw is drawn again."""
+        """Forget the steps in flight. The tokens that they would have drawn will be drawn again."""
         self._has_waiting.clear()
         self._newest = None
         for request in self._running.requests:
@@ -166,7 +170,7 @@ class StepsAhead:
 
 
 def follows_its_text(request: Request) -> bool:
-    """Return whether the host must know all tokens of a request before the next one is drawn."""
+    """Return whether the host must know all tokens of a request before its next token is drawn."""
     inputs = request.inputs
     params = inputs.params
     return (

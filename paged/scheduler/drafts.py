@@ -16,16 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class Drafts:
-    """Extends the decodes of a step by drafts, within the tokens and blocks that are left.
+    """Adds drafts to the decodes of a step, within the tokens and blocks that the step has left.
 
-    A drafter that raises or proposes what is no token is switched off.
+    A drafter that raises, or proposes something that is not a token, is switched off.
 
-    most: drafts of a request in a step.
+    most: maximum number of draft tokens of a request in a step.
     vocab_size: the size of the model's vocabulary; proposed token ids must be smaller.
-    max_rows: how many rows a step may sample.
-    lengths: chooses how many of the proposed tokens are verified; None verifies as many as there is room for.
-    in_blocks: whether the drafter is a model with K and V in the blocks of the requests. Then drafts have
-        blocks before they are proposed, and a step that moves blocks has none: it moves them later.
+    max_rows: maximum number of rows that a step may sample.
+    lengths: chooses how many of the proposed tokens are verified; None verifies as many as fit.
+    in_blocks: whether the drafter is a model with K and V in the requests' blocks. Blocks are then allocated
+        before drafts are proposed, and a step that moves blocks gets no drafts, because it moves them only
+        later.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Drafts:
     ) -> None:
         """Add drafts to the decodes of a step.
 
-        budget: the tokens that the step has left.
-        num_spare_blocks: returns how many blocks drafts may take.
+        budget: the number of tokens that the step has left.
+        num_spare_blocks: returns the number of blocks that drafts may take.
         """
         lengths = self.lengths
         # A step with prompts gets none: they would come later, and such a step computes many rows anyway.
@@ -115,16 +116,16 @@ class Drafts:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next steps will most likely get no drafts."""
+        """Whether the next steps will probably get no drafts."""
         return self._drafter is None or (self.lengths is not None and self.lengths.is_idle)
 
     @property
     def seconds_won(self) -> float:
-        """The time that drafts have saved so far; 0 if their number is fixed: then none is estimated."""
+        """The seconds that drafts have saved so far; 0 if their number is fixed, as none is estimated then."""
         return 0.0 if self.lengths is None else self.lengths.ledger.won
 
     def record(self, num_accepted: int) -> None:
-        """Count the accepted drafts of one request in the step that is being updated."""
+        """Count the accepted drafts of one request in the step whose results are being recorded."""
         self._num_accepted += num_accepted
 
     def end_step(self, schedule: Schedule, clock: Callable[[], float]) -> None:
@@ -176,7 +177,7 @@ def _context(schedule: Schedule) -> int:
 
 
 def most_drafts(request: Request, most: int) -> int:
-    """Return the most drafts that a decode may get; 0 if a sampled token would not count."""
+    """Return the maximum number of drafts of a decode; 0 if its sampled token would not count."""
     inputs = request.inputs
     num_tokens = request.num_tokens
     if request.num_pending:
@@ -221,11 +222,12 @@ def _grow(
 
 
 def verified(schedule: Schedule, drawn: StepOutput) -> StepOutput:
-    """Return the output of a step with drafts by rows of schedule.sampled_requests.
+    """Verify drafts. Return the output of a step with drafts by rows of schedule.sampled_requests.
 
-    drawn: a token for each of the plan's sampled rows, so several for a request with drafts. Its run ends
-        with the first token that is not its draft. It also ends before a row with an error: the next step
-        computes that again as the first row, where the error ends the request as without drafts.
+    drawn: a token for each sampled row of the plan, thus several for a request with drafts. A request's run
+        of tokens ends with the first token that differs from its draft. It also ends before a row with an
+        error. The next step computes this row again, without drafts before it, and the error then ends the
+        request.
     """
     output = StepOutput(reports=drawn.reports)
     first = schedule.num_decode_tokens

@@ -20,12 +20,13 @@ RequestState = Literal["running", "held", "waiting"]
 
 
 class PicturedRequest(NamedTuple):
-    """A sample as a step begins.
+    """A sample at the beginning of a step.
 
-    sample: its number among the samples of its prompt.
+    sample: the sample's number among the samples of its prompt.
     num_new_tokens: how many of its tokens the step computes.
-    num_blocks: how many blocks it has in the layer group that keeps the most tokens.
-    blocks: the ids of these blocks as int32, in order; only the first ones if there are too many in all.
+    num_blocks: how many blocks the sample has in the layer group with the most tokens in the cache.
+    blocks: the ids of these blocks as int32, in order. If the picture has too many blocks, only the first of
+        them.
     """
 
     request_id: str
@@ -43,11 +44,11 @@ class PicturedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePicture:
-    """What a step computes, and whose the blocks are.
+    """What a step computes, and which request holds which blocks.
 
-    time: when it was made, in seconds of a clock of which only differences count.
-    seconds: how long making it took.
-    num_steps and the fields below it: totals so far.
+    time: when the picture was made, in seconds of a clock with an arbitrary zero.
+    seconds: how long making the picture took.
+    num_steps and the fields after it: totals so far.
     """
 
     time: float
@@ -74,7 +75,7 @@ class EnginePicture:
 
     @classmethod
     def of(cls, scheduler: Scheduler, schedule: Schedule) -> EnginePicture:
-        """Return the picture of the step that is about to be computed."""
+        """Return the picture of a step that is about to be computed."""
         started = time.monotonic()
         counters = scheduler.counters
         pool = scheduler.block_manager.pool

@@ -14,7 +14,7 @@ from .policy import FirstComeFirstServed, Holdings, Policy, Rank, Shares
 
 
 class Priority(FirstComeFirstServed):
-    """The lowest priority number first, as in vLLM; it preempts higher numbers where needed."""
+    """The lowest priority number first, as in vLLM. It may preempt requests with higher numbers."""
 
     preempts = True
 
@@ -26,8 +26,8 @@ class Priority(FirstComeFirstServed):
 class LongestPrefixMatch(Policy):
     """The request with the most cached prompt tokens first, as in SGLang; then by arrival.
 
-    Only the WINDOW oldest are looked at, so that a long queue costs nothing. The oldest is overtaken at most
-    MAX_OVERTAKES times; requests that ran before stand in front of it.
+    Only the WINDOW oldest requests are compared, so that a long queue costs nothing. The oldest is overtaken
+    at most MAX_OVERTAKES times. Requests that ran before come first.
     """
 
     WINDOW = 64
@@ -39,13 +39,13 @@ class LongestPrefixMatch(Policy):
         self._num_overtakes = 0
 
     def push(self, request: Request) -> None:
-        """Add a request, at the front if it ran before."""
+        """Add a request; at the front if it ran before."""
         self._queue[request.arrival] = request
         if request.ran_before:
             self._queue.move_to_end(request.arrival, last=False)
 
     def peek(self) -> Request | None:
-        """Return the best match among the oldest."""
+        """Return the best match among the oldest requests."""
         if not self._queue:
             return None
         if self._num_overtakes >= self.MAX_OVERTAKES:
@@ -64,7 +64,7 @@ class LongestPrefixMatch(Policy):
         del self._queue[request.arrival]
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Ignore tokens: they do not change the order."""
+        """Ignore tokens, since they do not change the order."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -74,24 +74,27 @@ class LongestPrefixMatch(Policy):
 
 
 class Fair(Policy):
-    """The tenant with the least service for its weight first, of those below their share of seats and blocks.
+    """The tenant with the least service for its weight first, among tenants below their share of seats and
+    blocks.
 
     The order is the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI
-    2024, algorithm 2), where a prompt token is worth INPUT_COST and a generated one OUTPUT_COST. A scheduler
-    also has its seats and blocks divided, by `divide`: while others wait, a tenant gets no more than its
-    share, and what it holds beyond is taken back for the head of a tenant below its share. A tenant alone may
-    have all.
+    2024, algorithm 2). A prompt token costs INPUT_COST and a generated token OUTPUT_COST. `divide` also
+    divides a scheduler's seats and blocks. While others wait, a tenant gets no more than its share; what it
+    holds beyond its share is taken back for the first request of a tenant below its share. A tenant that is
+    alone may have everything.
 
     Let M = max(INPUT_COST longest prompt, OUTPUT_COST tokens in the KV cache) / weight.
 
-    Service: of two tenants that both have requests waiting all the while, neither gets more than 3 M more
-    than the other. Proof: when the leader was admitted last, it was ahead by at most `lead`, which is at most
-    M: else the tenant with the lowest counter would have been. Since then it was charged for one prompt, and
-    for tokens that the cache held together: at most 2 M (theorem 4.4).
+    Service: if two tenants always have requests waiting, neither gets more than 3 M more service than the
+    other. Proof: when the leading tenant was last admitted, it was ahead by at most `lead`, which is at most
+    M; otherwise the tenant with the lowest counter would have been admitted. Since then the leader was
+    charged for one prompt, and for tokens that fit into the cache at the same time: at most 2 M (theorem
+    4.4).
 
-    Seats: a tenant below its share, which is ahead of others by at most `lead`, waits for no seat of a tenant
-    above its share. Proof: the shares of all tenants are together no more than the seats. So if one is below
-    its share and no seat is free, another one is above its share, and has a request besides its oldest.
+    Seats: a tenant that is below its share, and ahead of others by at most `lead`, never waits while a tenant
+    above its share holds seats. Proof: the shares of all tenants together do not exceed the seats. If one
+    tenant is below its share and no seat is free, another tenant is above its share and has a request besides
+    its oldest.
     """
 
     divides_seats = True
@@ -125,12 +128,12 @@ class Fair(Policy):
         num_blocks: int,
         lead: float,
     ) -> None:
-        """Divide the seats and blocks of an engine, too.
+        """Divide the seats and blocks of an engine among tenants, too.
 
-        holdings: returns what its running requests hold now.
-        blocks_for: returns how many blocks so many tokens take.
-        lead: how much more service, for its weight, a tenant may have than others and still be preferred to
-            those at their shares.
+        holdings: returns the seats and blocks that running requests hold now.
+        blocks_for: returns the number of blocks that a number of tokens takes.
+        lead: how much more service for its weight a tenant below its share may have had and still be
+            preferred to tenants at their shares.
         """
         self._holdings = holdings
         self._blocks_for = blocks_for
@@ -147,7 +150,7 @@ class Fair(Policy):
         )
 
     def is_above(self, tenant: str, holdings: Holdings, *, of_seats: bool) -> bool:
-        """Return whether a tenant holds more than its share of seats, or of blocks, with several requests."""
+        """Return whether a tenant with several requests holds more than its share of seats, or of blocks."""
         if holdings.requests[tenant] <= 1:
             return False
         seats = holdings.seats[tenant]
@@ -157,14 +160,14 @@ class Fair(Policy):
         return holdings.blocks[tenant] > self._shares(holdings).blocks_of(weight)
 
     def exceeds_share(self, request: Request, holdings: Holdings) -> bool:
-        """Return whether the samples of a request take more seats together than its tenant may hold."""
+        """Return whether all samples of a request together take more seats than its tenant may hold."""
         tenant = request.inputs.tenant
         # A protected request waits in another queue, and its tenant may have no other one.
         shares = self._shares(holdings, tenant)
         return 1 + len(request.siblings) > shares.seats_of(self._weight_of(tenant))
 
     def is_within(self, tenant: str, holdings: Holdings, num_seats: int, num_blocks: int) -> bool:
-        """Return whether a tenant may hold so many seats and blocks more. Its first request it always may."""
+        """Return whether a tenant may hold this many more seats and blocks. It may always run one request."""
         if not holdings.requests[tenant]:
             return True
         seats = holdings.seats[tenant]
@@ -175,7 +178,7 @@ class Fair(Policy):
         return holdings.blocks[tenant] + num_blocks <= shares.blocks_of(weight)
 
     def heads_below_share(self, holdings: Holdings) -> list[Request]:
-        """Return the first request of each tenant below its share, in the order in which they are to run."""
+        """Return the first waiting request of each tenant below its share, in the order to run them."""
         found = []
         entries = sorted((self.service[t], next(iter(queue)), t) for t, queue in self._queues.items())
         for counter, arrival, tenant in entries:
@@ -203,12 +206,12 @@ class Fair(Policy):
         return self._weights.get(tenant, 1.0)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Charge tenants by these weights from now on, and by 1 those without. Requests may wait or run."""
+        """Charge tenants by these weights from now on, and others by 1. Requests may wait or run meanwhile."""
         self._weights = dict(weights)
         self._weight_of_waiting = None
 
     def push(self, request: Request) -> None:
-        """Add a request to its tenant's queue; a tenant gets no credit for time without requests."""
+        """Add a request to its tenant's queue. A tenant gets no credit for time without requests."""
         tenant = request.inputs.tenant
         if tenant not in self._queues:
             floor = self._floor()
@@ -226,7 +229,7 @@ class Fair(Policy):
         self._num_waiting += 1
 
     def peek(self) -> Request | None:
-        """Return the first request of the tenant with the lowest counter, preferably below its share."""
+        """Return the first request of the tenant with the lowest counter, preferably one below its share."""
         lowest = self._lowest()
         if lowest is None:
             return None
@@ -267,7 +270,7 @@ class Fair(Policy):
         return None
 
     def pop(self, request: Request) -> None:
-        """Remove the head, and charge its prompt the first time it runs, in whatever engine."""
+        """Remove the head. If it has never run, in any engine, charge its tenant for the prompt."""
         head = next(iter(self._queues[request.inputs.tenant].values()))
         assert head is request, "another request was at the head of the queue"
         if not (request.ran_before or request.inputs.is_resumed):
@@ -316,7 +319,7 @@ class Fair(Policy):
 def new_policy(
     name: str | Policy, num_cached: Callable[[Request], int], weights: Mapping[str, float] | None = None
 ) -> Policy:
-    """Return a new policy by name, or the policy that is given.
+    """Return a new policy by name; return a policy object unchanged.
 
     num_cached: returns how many tokens of a waiting request the prefix cache holds.
     weights: the weights of tenants, for "fair".

@@ -19,29 +19,29 @@ Rank = tuple[float, int]  # priority (0 unless the policy has one), then arrival
 
 
 class Policy(Protocol):
-    """The scheduler's interface to a policy.
+    """A scheduling policy: the order of waiting requests, and the ranks of running ones.
 
-    preempts: whether a waiting request may preempt a running one whose priority number is higher.
+    preempts: whether a waiting request may preempt a running request with a higher priority number.
     """
 
     preempts: bool = False
     divides_seats: bool = False  # among tenants, as `policies.Fair` does
 
     def rank(self, request: Request) -> Rank:
-        """Return the rank of a request among the running ones. It stays fixed while the request lives."""
+        """Return the rank of a request among running requests. A request's rank must never change."""
         return (0.0, request.arrival)
 
     def push(self, request: Request) -> None:
         """Queue a request, for the first time or again."""
 
     def peek(self) -> Request | None:
-        """Return the request that is to run next; None if the queue is empty."""
+        """Return the request that should run next; None if the queue is empty."""
 
     def pop(self, request: Request) -> None:
-        """Remove the request that `peek` returned: it runs now."""
+        """Remove the request that `peek` returned, because it runs now."""
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request that was aborted or is held. A held one is pushed again when released."""
+        """Remove a request that was aborted or is held. A held request is pushed again when released."""
 
     def generated(self, requests: Iterable[Request]) -> None:
         """Account for one new token of each of these requests."""
@@ -54,7 +54,7 @@ class Policy(Protocol):
 
 
 class FirstComeFirstServed(Policy):
-    """The order of arrival, which preempted requests keep."""
+    """The order of arrival. A preempted request keeps its place in the order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Rank, Request]] = []
@@ -68,7 +68,7 @@ class FirstComeFirstServed(Policy):
             heapq.heappush(self._heap, (request.rank, request))
 
     def peek(self) -> Request | None:
-        """Return the request of the lowest rank."""
+        """Return the request with the lowest rank."""
         while self._heap and self._heap[0][1] in self._removed:
             self._removed.remove(heapq.heappop(self._heap)[1])
         return self._heap[0][1] if self._heap else None
@@ -85,7 +85,7 @@ class FirstComeFirstServed(Policy):
             self._removed.clear()
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Ignore tokens: they do not change the order."""
+        """Ignore tokens, since they do not change the order."""
 
     def __len__(self) -> int:
         return len(self._heap) - len(self._removed)
@@ -97,7 +97,7 @@ class FirstComeFirstServed(Policy):
 class Holdings:
     """The running requests of each tenant, with their seats and KV blocks.
 
-    A request also holds the seats of its siblings. A block that several requests share counts for each of
+    A request also holds the seats of its siblings. A block shared by several requests counts for each of
     them.
     """
 
@@ -109,7 +109,7 @@ class Holdings:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Count a request that runs now."""
+        """Count a request that starts to run."""
         tenant = request.inputs.tenant
         self.requests[tenant] += 1
         self.seats[tenant] += 1 + len(request.siblings)
@@ -126,11 +126,12 @@ class Holdings:
 class Shares:
     """The shares of seats and blocks that tenants have by their weights.
 
-    Each has one seat, and the others are divided by weight; the blocks are divided by weight. So the shares
-    of all are never more than there is, as long as there are no more tenants than seats. A single request may
-    hold more blocks than its tenant's share.
+    Each tenant has one seat, and the other seats are divided by weight, as are the blocks. The shares of all
+    tenants together never exceed the seats and blocks, as long as there are no more tenants than seats. A
+    single request may hold more blocks than its tenant's share.
 
-    num_tenants: the number of tenants with a waiting or running request. weight: their total weight.
+    num_tenants: the number of tenants with a waiting or running request. weight: the total weight of these
+        tenants.
     """
 
     def __init__(self, num_seats: int, num_blocks: int, num_tenants: int, weight: float) -> None:
@@ -139,9 +140,9 @@ class Shares:
         self._weight = weight
 
     def seats_of(self, weight: float) -> int:
-        """Return how many seats a tenant of a weight may hold."""
+        """Return how many seats a tenant of this weight may hold."""
         return 1 + int(self._num_spare * weight / self._weight)
 
     def blocks_of(self, weight: float) -> int:
-        """Return how many blocks a tenant of a weight may hold with more than one request."""
+        """Return how many blocks a tenant of this weight may hold, if it has more than one request."""
         return int(self._num_blocks * weight / self._weight)

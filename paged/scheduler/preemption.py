@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Preemption:
-    """Takes blocks from running requests for others; a preempted request waits and is computed again.
+    """Preempts running requests: their blocks go to other requests, and they wait and run again later.
 
-    Held requests are preempted first, then the running request of the highest rank; where tenants have
-    shares, first those of tenants above theirs. One that was preempted max_preemptions
-    times while it was not held is protected from then on, except while it is held. For
-    swap_pays see `Scheduler`.
+    Held requests are preempted first, then the running request of the highest rank. If tenants have shares,
+    requests of tenants above their share come before others. A request that was preempted max_preemptions
+    times while it was not held is protected from then on, except while it is held. For swap_pays see
+    `Scheduler`.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Preemption:
         self._held_since: dict[Request, float] = {}  # when each held request was held
 
     def make_room(self, request: Request, end: int, schedule: Schedule) -> bool:
-        """Preempt others until a running request has blocks for its tokens up to `end`.
+        """Preempt other requests until a running request has blocks for its tokens up to `end`.
 
-        Return False if that is not enough: the request keeps its blocks and is left out of this step.
+        Return False if this does not suffice. The request then keeps its blocks and is left out of this step.
         """
         while not self._running.grow(request, end, schedule.copies):
             if self._manager.pool.num_deferred:
@@ -66,9 +66,9 @@ class Preemption:
         return True
 
     def make_room_for_waiting(self, room: Room, schedule: Schedule) -> None:
-        """Preempt requests of a higher priority number if the head of the queue can then run.
+        """Preempt requests with higher priority numbers, if the head of the queue can then run.
 
-        room: the room of an empty step.
+        room: the seats, blocks and tokens of an empty step.
         """
         running = self._running.requests
         head = self._queue.peek()
@@ -79,9 +79,9 @@ class Preemption:
             self.preempt(victim, schedule)
 
     def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
-        """Preempt requests of tenants above their share for the heads of tenants below theirs.
+        """Preempt requests of tenants above their share, for the first requests of tenants below their share.
 
-        room: the room of an empty step.
+        room: the seats, blocks and tokens of an empty step.
         """
         fair = self._fair
         head = self._queue.peek()
@@ -169,11 +169,11 @@ class Preemption:
         self._held_since.setdefault(request, now)
 
     def release(self, request: Request) -> None:
-        """Record that a request is not held any more, or has ended."""
+        """Record that a request is no longer held, or has ended."""
         self._held_since.pop(request, None)
 
     def preempt_held(self, since: float, schedule: Schedule) -> None:
-        """Preempt the requests that have been held since `since` or longer, if another one waits to run."""
+        """Preempt requests that have been held since the time `since`, if another request waits to run."""
         if not self._held_since or self._queue.peek() is None:
             return
         for request, held_at in self._held_since.items():
@@ -181,15 +181,16 @@ class Preemption:
                 self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
-        """Keep a running request that has reached `RequestInputs.long_from` out of steps: its KV is stale.
+        """Keep a running request out of steps once it has reached `RequestInputs.long_from`, as its KV is
+        stale.
 
-        `requeue_grown_long` queues it before the next step, unless its newest token completes a stop string.
+        `requeue_grown_long` queues it before the next step, unless its newest token completed a stop string.
         """
         request.ready = False
         self._grown_long.append(request)
 
     def requeue_grown_long(self) -> None:
-        """Queue the unfinished requests that have grown long, so that all their KV is recomputed."""
+        """Queue the unfinished requests that have reached `long_from`, so that all their KV is recomputed."""
         grown = self._grown_long
         self._grown_long = []
         for request in grown:
@@ -202,18 +203,18 @@ class Preemption:
             self.requeue(request)
 
     def free(self, request: Request) -> None:
-        """Free a request's blocks; the full ones stay in the prefix cache."""
+        """Free a request's blocks. Full blocks stay in the prefix cache."""
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
         self._manager.release(request.blocks)
 
     def requeue(self, request: Request) -> None:
-        """Queue a request that ran."""
+        """Put a request that has run back into the queue."""
         request.status = RequestStatus.WAITING
         request.ready = False
         self._queue.push(request)
 
     def choose_victim(self, request: Request) -> Request | None:
-        """Return the running request to preempt for another one; None if there is none."""
+        """Return the running request to preempt for `request`; None if there is none."""
         for candidate in reversed(self._running.requests if self._held_since else ()):
             if candidate.held and candidate.is_settled:
                 return candidate

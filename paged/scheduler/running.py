@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Seats:
     """The numbers 0 to num_seats - 1, each taken by at most one running request.
 
-    A seat that is given up while steps are in flight, which may use it, is free when the newest of them ends.
+    A seat that is given up while steps are in flight becomes free when the newest of these steps ends,
+    because they may use it.
     """
 
     def __init__(self, num_seats: int) -> None:
@@ -35,7 +36,7 @@ class Seats:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free seat."""
+        """Take a free seat and return it."""
         seat: int = self._free.pop()
         return seat
 
@@ -44,7 +45,7 @@ class Seats:
         (self._kept[-1] if self._kept else self._free).append(seat)
 
     def begin_step(self) -> None:
-        """Start a step, in which any seat that is taken now may be."""
+        """Start a step, which may use any seat that is taken now."""
         self._kept.append([])
 
     def end_step(self) -> None:
@@ -59,14 +60,14 @@ class Seats:
 
 
 class RunningSet:
-    """The running requests by rank, their seats, and the blocks reserved for protected ones.
+    """The running requests by rank, their seats, and the blocks reserved for protected requests.
 
-    newcomers: the requests that the next step sends to the device as a whole, as they joined or changed since
-        the last step with requests.
-    corrected: the requests whose last token the next step sends, as the device keeps another one for their
-        seats.
+    newcomers: the requests whose whole state the next step sends to the device, because they joined or
+        changed since the last step with requests.
+    corrected: the requests whose last token the next step sends, because the device has another last token in
+        their seats.
     vacated: the seats that requests have left since the last step with requests.
-    max_chunk: the most tokens of one request in a step.
+    max_chunk: maximum number of tokens of one request in a step.
     """
 
     def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_chunk: int) -> None:
@@ -89,11 +90,11 @@ class RunningSet:
 
     @property
     def num_seats(self) -> int:
-        """How many more requests may run now."""
+        """The number of further requests that may run now."""
         return self.seats.num_free - self._num_reserved_seats
 
     def holdings(self) -> Holdings:
-        """Return what tenants hold, in this step; blocks as of its beginning, or as they joined."""
+        """Return the seats and blocks that tenants hold, counted when the step began or a request joined."""
         if self._holdings is None:
             self._holdings = Holdings(self.requests)
         return self._holdings
@@ -108,12 +109,12 @@ class RunningSet:
         self.seats.begin_step()
 
     def end_step(self) -> None:
-        """End the oldest step in flight: what was given up since it began becomes available."""
+        """End the oldest step in flight. Seats and blocks given up since it began become available."""
         self._manager.end_step()
         self.seats.end_step()
 
     def join(self, request: Request) -> None:
-        """Add a request, and reserve seats for its siblings."""
+        """Add a request to the running ones, and reserve seats for its siblings."""
         self._num_protected += request.protected
         self._num_reserved_seats += len(request.siblings)
         request.status = RequestStatus.RUNNING
@@ -126,7 +127,7 @@ class RunningSet:
             self._holdings.add(request)
 
     def resend(self, request: Request) -> None:
-        """Send a changed request to the device as if it were new, if it runs."""
+        """If a changed request runs, send its whole state to the device again, as for a newcomer."""
         assert not request.num_pending, "a step in flight would overwrite what is sent"
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
@@ -138,7 +139,7 @@ class RunningSet:
             self.corrected.append(request)
 
     def take_changes(self, schedule: Schedule) -> None:
-        """Put what has changed in the seats since the last step into this one."""
+        """Put the changes in the seats since the last step into this schedule."""
         if self.newcomers:
             schedule.newcomers = self.newcomers
             self.newcomers = []
@@ -150,7 +151,7 @@ class RunningSet:
             self.vacated = []
 
     def take_siblings(self, request: Request) -> Sequence[Request]:
-        """Return the siblings of a request, whose reserved seats are given up: they join now."""
+        """Return the siblings of a request, and give up their reserved seats, because they join now."""
         siblings = request.siblings
         request.siblings = ()
         self._holdings = None
@@ -158,7 +159,7 @@ class RunningSet:
         return siblings
 
     def remove(self, request: Request) -> None:
-        """Remove a request."""
+        """Remove a request from the running ones."""
         self.requests.remove(request)
         self._leave(request)
 
@@ -198,7 +199,7 @@ class RunningSet:
             self.corrected.remove(request)
 
     def missing_blocks(self, request: Request) -> int:
-        """Count the blocks that a running request may need before it decodes; if protected, until its end."""
+        """Count the blocks that a request may need until it decodes; if it is protected, until its end."""
         return self._manager.missing_blocks(request.blocks, num_tokens_ahead(request))
 
     def num_reserved_blocks(self) -> int:
@@ -208,7 +209,7 @@ class RunningSet:
         return sum(self.missing_blocks(request) for request in self.requests if request.protected)
 
     def grow(self, request: Request, end: int, copies: list[Copy]) -> bool:
-        """Allocate blocks for the tokens up to `end`, but no reserved ones; see `BlockManager.grow`."""
+        """Allocate unreserved blocks for the tokens up to `end`; see `BlockManager.grow`."""
         manager = self._manager
         if self._num_protected and not request.protected:
             available = manager.pool.num_available - self.num_reserved_blocks()
@@ -219,7 +220,7 @@ class RunningSet:
         return manager.grow(request.blocks, start, end, copies)
 
     def claim(self, request: Request) -> Room:
-        """Return what a running request takes of the next step, and the blocks that are reserved for it."""
+        """Return what a running request takes from the next step, and the blocks reserved for it."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
         end = request.num_tokens + request.num_pending

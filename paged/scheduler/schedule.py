@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class AskedRows(NamedTuple):
-    """The positions [start, end) of the prompt of requests[row] that this step computes and that the
-    request's report needs.
+    """The prompt positions [start, end) of requests[row] that this step computes for the request's report.
 
-    offset: the place of the first position among the step's new tokens.
-    is_scored: whether the positions' logits are computed; otherwise their hidden states are summed.
+    offset: the index of the first position among the step's new tokens.
+    is_scored: whether the report needs the logits of the positions; otherwise it needs the sum of their
+        hidden states.
     """
 
     row: int
@@ -30,17 +30,17 @@ class AskedRows(NamedTuple):
 
 
 class RowError(NamedTuple):
-    """Why a row has no token: a message, and the kind of the error."""
+    """Why a row has no token: a message and the kind of error."""
 
     message: str
     kind: ErrorKind
 
 
 class ReportParams(NamedTuple):
-    """How the positions of one `AskedRows` are reported.
+    """What to report on the positions of one `AskedRows`.
 
     num_top: see `PromptReport`.
-    next_tokens: the prompt's token after each position; none if hidden states are summed.
+    next_tokens: the prompt's token after each position; empty if hidden states are summed.
     """
 
     num_top: int | None
@@ -65,20 +65,20 @@ NOT_FINITE = RowError("the model's logits are not finite", "engine")
 class Schedule:
     """What one step does: copy blocks, then compute num_new_tokens[i] of requests[i].
 
-    Copies go in this order: out to host memory, in from host memory, then from block to block. The copies of
-    one list may be done at once: none reads a block that another writes.
+    Copies are made in this order: out to host memory, in from host memory, then from block to block. The
+    copies of one list may be made in parallel: none reads a block that another writes.
 
-    The first num_decode_tokens requests compute their last token and sample the next one. So do the next
-    len(drafts) requests, and each also computes a run of `drafts`, guesses of its next tokens: it samples
-    after each token.
+    The first num_decode_tokens requests compute their last token and sample the next token. The next
+    len(drafts) requests also compute their `drafts`, which are guesses of their next tokens, and sample after
+    each token.
 
-    num_computed_tokens, seats: the computed tokens and the seat of each request when the step begins.
+    num_computed_tokens, seats: each request's number of computed tokens when the step begins, and its seat.
     scheduled_time: when the step was scheduled, on the scheduler's clock.
-    newcomers: the requests that have taken their seats or were changed since the last step; some may not be
-        in this one.
-    corrected: the requests whose last token differs from the device's last token of their seats, because
-        the last step sampled drafts.
-    vacated: the seats that requests have left since the last step; newcomers may have taken them.
+    newcomers: the requests that took their seats or changed since the last step. Some may not be in this
+        step.
+    corrected: the requests whose last token differs from the last token that the device has in their seats,
+        because the last step sampled drafts.
+    vacated: the seats that requests left since the last step. Newcomers may have taken them.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Schedule:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token and samples the next one."""
+        """Whether every request computes one token and samples the next token."""
         return self.num_decode_tokens == len(self.requests) == len(self.sampled)
 
     @property
@@ -121,11 +121,11 @@ class Schedule:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any request computes tokens of its prompt, or computes tokens again."""
+        """Whether any request computes tokens of its prompt, or recomputes tokens."""
         return self.num_decode_tokens + len(self.drafts) < len(self.requests)
 
     def sample_decodes(self, starts: list[int]) -> None:
-        """Compute one token of each request so far, from position starts[i], and draw its next token."""
+        """For each request so far, compute one token at position starts[i] and sample the next token."""
         requests = self.requests
         num = self.num_tokens = self.num_decode_tokens = len(requests)
         self.num_new_tokens = [1] * num
@@ -136,7 +136,7 @@ class Schedule:
         self.sampled_seats = self.seats.copy()
 
     def add(self, request: Request, num_new: int) -> None:
-        """Compute the next tokens of a request."""
+        """Compute the next num_new tokens of a request."""
         self.requests.append(request)
         self.num_new_tokens.append(num_new)
         self.num_computed_tokens.append(request.num_computed_tokens)
@@ -150,7 +150,7 @@ class Schedule:
         self.sampled_seats.append(request.seat)
 
     def add_drafts(self, drafts: Mapping[int, list[int]]) -> None:
-        """Let the decodes of these rows compute drafts too. Move these decodes behind the other ones."""
+        """Add drafts to the decodes in these rows, and move these decodes after the other decodes."""
         num = self.num_decode_tokens
         plain = [row for row in range(num) if row not in drafts]
         order = [*plain, *drafts]
@@ -167,7 +167,7 @@ class Schedule:
         self.grown = [place[row] for row in self.grown if row in place]
 
     def asked_rows(self) -> list[AskedRows]:
-        """Return the prompt positions that reports need from this step. Reports of decodes are complete."""
+        """Return the prompt positions that reports need from this step. Decodes need no more reports."""
         asked = []
         offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
@@ -185,7 +185,7 @@ class Schedule:
         return asked
 
     def end_reported(self, row: int, now: float) -> bool:
-        """Finish a row's request if its report failed, or is complete and the request generates nothing."""
+        """Finish a row's request if its report failed, or is complete and the request generates no tokens."""
         request = self.requests[row]
         if request.finish_reason is not None:  # aborted in flight
             return False
@@ -206,14 +206,14 @@ class Schedule:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of a step, by rows of schedule.sampled_requests.
+    """The results of a step, indexed by rows of schedule.sampled_requests.
 
-    tokens: the token of each row that got one; None for the others, which are in runs or in errors.
-    runs: the tokens of rows that got none or several. A row without any is sampled again.
+    tokens: the token of each row that got exactly one; None for rows in `runs` or `errors`.
+    runs: the tokens of rows that got none or several. A row without a token is sampled again.
     logprobs: the log-probabilities of the rows that asked for them.
-    run_logprobs: the same for each token of a run.
-    errors: why a row has no token; its request ends.
-    reports: the results for each of `Schedule.asked_rows`.
+    run_logprobs: the log-probabilities of each token of a run.
+    errors: why a row has no token. The row's request ends.
+    reports: the results for each entry of `Schedule.asked_rows`.
     """
 
     tokens: list[int | None] = field(default_factory=list)
@@ -224,7 +224,7 @@ class StepOutput:
     reports: list[ReportedRows] = field(default_factory=list)
 
     def record_reports(self, schedule: Schedule) -> None:
-        """Add the reported rows to the reports of their requests."""
+        """Add the reported rows to their requests' reports."""
         for row, end, found in self.reports:
             report = schedule.requests[row].report
             assert report is not None, "no report has asked for the row"
@@ -234,9 +234,10 @@ class StepOutput:
                 report.take_logprobs(end, found)
 
     def record_logprobs(self, schedule: Schedule) -> int:
-        """Add log-probabilities to their requests, before the tokens are appended. Return how many.
+        """Add log-probabilities to their requests, before tokens are appended. Return how many were added.
 
-        The log-probabilities of a request that ended in flight are dropped, as its token will be.
+        If a request ended while the step was in flight, its log-probabilities are dropped, as its token will
+        be.
         """
         num_candidates = 0
         for row, logprobs in ({row: [one] for row, one in self.logprobs.items()} | self.run_logprobs).items():
@@ -259,7 +260,8 @@ TOKENS_OF_STEP = (1.0, *(float(1 << power) for power in range(3, 15)))
 class HistogramCounts:
     """A histogram at one moment.
 
-    counts: the values up to each bound and above the one before, then those above the last bound.
+    counts: for each bound, how many values are at most this bound and above the bound before; then how many
+        are above the last bound.
     total: the sum of the values.
     """
 
@@ -268,13 +270,13 @@ class HistogramCounts:
 
     @classmethod
     def total_of(cls, several: Sequence[HistogramCounts]) -> HistogramCounts:
-        """Return the sum of the counts of histograms with the same bounds."""
+        """Return the sum of histograms with the same bounds."""
         counts = zip(*(each.counts for each in several), strict=True)
         return cls(tuple(map(sum, counts)), sum(each.total for each in several))
 
 
 class Histogram:
-    """Counts values by fixed bounds. `add` takes a fraction of a microsecond."""
+    """Counts values by fixed bounds. A call of `add` takes less than a microsecond."""
 
     __slots__ = ("_counts", "_total", "bounds")
 
@@ -316,7 +318,7 @@ class SchedulerCounters:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS_OF_STEP))
 
     def count(self, schedule: Schedule, now: float) -> None:
-        """Add a step that ends now."""
+        """Count a step that ends now."""
         self.num_steps += 1
         self.step_seconds.add(now - schedule.scheduled_time)
         self.step_tokens.add(schedule.num_tokens)
@@ -327,7 +329,7 @@ class SchedulerCounters:
         self.num_prefill_tokens += self.step_prefill_tokens
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        """Add a run of drafts, of which the first num_accepted were right."""
+        """Count num_drafted drafts of a request, of which the first num_accepted were right."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         accepted_at = self.num_accepted_at
@@ -336,9 +338,9 @@ class SchedulerCounters:
             accepted_at[place] += 1
 
     def count_first_run(self, request: Request) -> None:
-        """Add a request that leaves the queue for the first time.
+        """Count a request that leaves the queue for the first time.
 
-        Tokens that were generated before, by another engine or by the parent of a fork, do not count.
+        Tokens that another engine or the parent of a fork generated do not count.
         """
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += min(request.num_cached_tokens or 0, request.num_prompt_tokens)

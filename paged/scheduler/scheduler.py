@@ -39,26 +39,31 @@ class Scheduler:
     """Continuous batching under a token budget.
 
     There is no prefill phase and no decode phase. A step computes the missing tokens of running requests,
-    decodes first, and then admits waiting requests into what is left of the budget.
+    decodes first, and then admits waiting requests with the rest of the budget.
 
-    When blocks run out, the running request of the highest rank is preempted: it is recomputed or swapped in
-    later. After max_preemptions it is protected, and runs again once all blocks that it can ever need are
-    reserved for it. So every request ends after at most (max_preemptions + 2) max_total_tokens steps of its
-    own, and every step computes something.
+    When blocks run out, the running request of the highest rank is preempted, and later recomputed or swapped
+    in. After max_preemptions it is protected: it runs again once all blocks that it may ever need are
+    reserved for it. Therefore every request ends after at most (max_preemptions + 2) max_total_tokens of its
+    own steps, and every step computes something.
 
-    Steps may overlap: `schedule` skips requests in flight, but for those that `ahead` lets go on; `update`
-    takes steps in order.
+    Steps may overlap. `schedule` skips requests that a step in flight computes, unless `ahead` allows them;
+    `update` must be called in the order of steps.
 
-    policy: the order in which requests wait; see `policies`.
-    max_num_seqs: the most requests that run at once.
-    max_num_batched_tokens: the most tokens of a step.
-    long_prefill_token_threshold: the most prompt tokens of one request in a step; None sets no limit.
-    max_num_partial_prefills: the most running requests with an incomplete prompt; None sets no limit.
-    watermark: the share of blocks kept free when a request is admitted, so that running ones can grow.
-    max_waiting: the most requests that wait; None sets no limit.
-    swap_pays: whether swapping takes less time than recomputing that many tokens; None never swaps.
-    held_for_s: how long a held request keeps its seat and its blocks although another one waits for some.
-    clock: returns seconds, for deadlines and metrics.
+    policy: the order of waiting requests and the ranks of running ones; see `policies`.
+    max_num_seqs: maximum number of requests that run at once.
+    max_num_batched_tokens: maximum number of tokens in a step.
+    long_prefill_token_threshold: maximum number of prompt tokens of one request in a step; None sets no
+        limit.
+    max_num_partial_prefills: maximum number of running requests with an incomplete prompt; None sets no
+        limit.
+    watermark: the share of blocks that stay free when a request is admitted, so that running requests can
+        grow.
+    max_waiting: maximum number of waiting requests; None sets no limit.
+    swap_pays: returns whether swapping a number of tokens takes less time than recomputing them; None never
+        swaps.
+    held_for_s: seconds for which a held request keeps its seat and its blocks although another request waits
+        for them.
+    clock: returns the time in seconds, for deadlines and metrics.
     """
 
     def __init__(
@@ -129,7 +134,7 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """The number of tokens of waiting requests."""
+        """The number of tokens in waiting requests."""
         return self._queue.num_tokens
 
     def waiting(self) -> Iterator[Request]:
@@ -137,7 +142,7 @@ class Scheduler:
         return iter(self._queue)
 
     def has_unfinished(self) -> bool:
-        """Return whether there is anything left to do."""
+        """Return whether any request is unfinished."""
         return bool(self.running) or self.num_waiting > 0
 
     def has_runnable(self) -> bool:
@@ -145,7 +150,7 @@ class Scheduler:
         return self._queue.peek() is not None or not all(request.held for request in self.running)
 
     def run_ahead(self) -> None:
-        """Schedule decodes also while steps in flight compute the same requests."""
+        """From now on, also schedule decodes of requests that a step in flight computes."""
         from .ahead import StepsAhead
 
         self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
@@ -158,7 +163,7 @@ class Scheduler:
         self._running.adapters = AdapterSlots(num_slots, self.max_num_seqs)
 
     def schedule(self) -> Schedule:
-        """Choose the next step and allocate its blocks."""
+        """Choose the work of the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
         if self.ahead is not None and self.ahead.is_draining():
             return schedule
@@ -394,15 +399,15 @@ class Scheduler:
         errors: Mapping[int, RowError] = NO_ERRORS,
         runs: Mapping[int, Sequence[int]] = NO_RUNS,
     ) -> list[Request]:
-        """Record the results of a finished step, the oldest in flight.
+        """Record the results of a finished step, which must be the oldest in flight.
 
-        sampled: a token for each of `schedule.sampled_requests`; None ends that request with an error, unless
-            its row is in runs.
-        errors: the errors by rows of sampled; by default that the logits were not finite.
-        runs: the tokens by rows of sampled that got none or several.
+        sampled: a token for each of `schedule.sampled_requests`. None ends the request with an error, unless
+            its row is in `runs`.
+        errors: the errors by rows of `sampled`; by default, the error is that the logits were not finite.
+        runs: the tokens of rows that got none or several, by rows of `sampled`.
 
-        Returns the sampled requests that got a token or an error and had not ended in flight, then those that
-        ended with their prompt's report.
+        Returns the sampled requests that got a token or an error, without requests that ended while the step
+        was in flight; then the requests that ended with the report on their prompt.
         """
         self._running.end_step()
         now = self.clock()
@@ -513,7 +518,7 @@ class Scheduler:
             self.preemption.free(request)
 
     def cancel(self) -> None:
-        """Discard the steps in flight after a failure: what they wrote or copied is unknown.
+        """Discard the steps in flight after a failure, since it is unknown what they wrote or copied.
 
         All running requests wait again and are recomputed, and the prefix cache is emptied.
         """
@@ -531,9 +536,9 @@ class Scheduler:
         self.block_manager.reset_prefix_cache()
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit into the pool when it is alone.
+        """Queue a request. It must fit into the pool when it runs alone.
 
-        Raises QueueFullError if max_waiting requests or max_queued_tokens wait already.
+        Raises QueueFullError if max_waiting requests, or max_queued_tokens tokens, are already waiting.
         """
         refusal = None if request.inputs.is_resumed else self.refusal(request)
         if refusal is not None:
@@ -546,7 +551,7 @@ class Scheduler:
         self._queue.push(request)
 
     def refusal(self, request: Request) -> str | None:
-        """Return why the queue is too full for a request; None if it is not."""
+        """Return why the queue is too full for a request; None if it is not too full."""
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             return (
                 f"{self.num_waiting} requests wait already and max_waiting is {self.max_waiting}; "
@@ -563,10 +568,10 @@ class Scheduler:
         return None
 
     def fork(self, request: Request, child: Request) -> None:
-        """Start a child of a live request, with the same tokens so far, the newest perhaps excepted.
+        """Start a child of a live request, which has the same tokens so far, except perhaps the newest.
 
-        It shares the request's blocks, or waits if there is no seat, or a step in flight computes more of the
-        request than its newest token.
+        The child shares the request's blocks. It waits if no seat is free, or if a step in flight computes
+        more of the request than its newest token.
         """
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
@@ -585,7 +590,7 @@ class Scheduler:
         child.ready = True
 
     def replace_last_token(self, request: Request, token: int) -> None:
-        """Replace the newest token of a request, which no step has computed yet."""
+        """Replace the newest token of a request. No step may have computed that token yet."""
         request.token_ids[-1] = token
         self._running.resend(request)
 
@@ -612,19 +617,20 @@ class Scheduler:
             self._running.states.copy(request, child, after_step=after_step)
 
     def hold(self, request: Request, reason: int = NO_MASK) -> None:
-        """Let a request compute nothing until it is released: its reader is slow, or its mask is not made.
+        """Hold a request: it computes nothing until it is released, as its reader is slow or its mask is not
+        ready.
 
-        A running one keeps its seat and its blocks, unless a running request needs blocks, or another one
-        waits when it has been held for held_for_s: then it is preempted, which does not count for
-        max_preemptions. One that waits is not admitted. Steps in flight may still give it a token.
+        A running request keeps its seat and its blocks. It is preempted if a running request needs blocks, or
+        if another request waits after held_for_s; such a preemption does not count towards max_preemptions. A
+        waiting request is not admitted. Steps in flight may still give a held request a token.
 
-        reason: SLOW_READER or NO_MASK. It is held until it is released for each reason.
+        reason: SLOW_READER or NO_MASK. The request is held until it is released for every reason.
         """
         if request.status is not RequestStatus.FINISHED:
             self._set_held(request, request.held | reason)
 
     def release(self, request: Request, reason: int = NO_MASK) -> None:
-        """Let a held request go on, unless it is held for another reason, too."""
+        """Release a held request, unless it is also held for another reason."""
         self._set_held(request, request.held & ~reason)
 
     def _set_held(self, request: Request, held: int) -> None:
@@ -646,7 +652,7 @@ class Scheduler:
         self._end(request, "abort", message, kind)
 
     def complete(self, request: Request) -> None:
-        """End a request that no step computes, running or waiting, as nothing can follow its output."""
+        """End a request that no step computes, running or waiting, because nothing can follow its output."""
         self._end(request, "stop")
         self.counters.num_finished += 1
 
@@ -671,10 +677,11 @@ class Scheduler:
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:
-        """Pin the cached blocks of a prefix, if every live request still fits beside them. Return how many
-        tokens they hold; 0 if none is cached or they do not fit: then nothing is pinned.
+        """Pin the cached blocks of a prefix, if every live request still fits in the other blocks.  Return
+        how many tokens the pinned blocks hold. Return 0 and pin nothing if no block is cached, or if a
+        request would not fit.
 
-        longest: the most tokens of a request that is made, but not added yet.
+        longest: the maximum number of tokens of a request that was made but not added yet.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)

@@ -32,16 +32,19 @@ class EngineStats:
     tokens). A block that a step in flight may still read counts as used.
 
     num_prompt_tokens: the prompt tokens of the requests that ran so far, including num_cached_tokens.
-    num_queried_tokens: the same, or 0 if there is no prefix cache.
-    num_prefill_tokens, num_decode_tokens: computed so far; tokens recomputed after a preemption count again.
-    num_generated_tokens: drawn so far.
+    num_queried_tokens: equals num_prompt_tokens, or 0 if there is no prefix cache.
+    num_prefill_tokens, num_decode_tokens: tokens computed so far; tokens recomputed after a preemption count
+        again.
+    num_generated_tokens: tokens drawn so far.
     step_seconds, step_tokens: histograms over all steps, with the bounds SECONDS_OF_STEP and TOKENS_OF_STEP.
-    num_restarts: how often the process of the engine was replaced.
-    num_resumed: requests that another process continued after their first one had ended.
+    num_restarts: how many times the process of the engine was replaced.
+    num_resumed: requests that a new process continued after the process that began them had ended.
     exchange_seconds: how long steps waited for the model's other processes.
-    num_graphs, graph_bytes, graph_seconds: CUDA graphs, and the memory and time that capture at start took.
+    num_graphs, graph_bytes, graph_seconds: the number of CUDA graphs, and the memory and time that capturing
+        at the start took.
     weight_bytes: the bytes of the weights in their files, by the name of the format.
-    num_parameters: the weights of the model; num_active_parameters: the weights that multiply a token.
+    num_parameters: the number of weights of the model; num_active_parameters: the number that take part in
+        computing one token.
     """
 
     num_running: int
@@ -91,7 +94,7 @@ class EngineStats:
     graph_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Return these stats, plus the totals of the earlier engine that this engine has replaced."""
+        """Return these stats plus the totals of the earlier engine that this engine replaced."""
         whole = EngineStats.total([earlier, self])
         totals: dict[str, Any] = {name: getattr(whole, name) for name in TOTAL_FIELDS}
         return replace(self, **totals)
@@ -103,11 +106,11 @@ class EngineStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The mean number of tokens that a run of drafts yields: its accepted drafts and one more token."""
+        """The mean number of tokens per verified draft: its accepted tokens and one more."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def at_rest(self) -> EngineStats:
-        """Return the stats once the engine has ended: its totals so far, with no request or block in use."""
+        """Return the stats of an engine that has ended: its totals, with no requests and no used blocks."""
         gauges = ("num_running", "num_waiting", "num_queued_tokens", "num_used_blocks", "num_cached_blocks")
         zeros: dict[str, Any] = dict.fromkeys(
             (*gauges, "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
@@ -116,7 +119,7 @@ class EngineStats:
 
     @classmethod
     def total(cls, several: Sequence[EngineStats]) -> EngineStats:
-        """Return the stats of several engines as if they were one."""
+        """Return the stats of several engines as if they were one engine."""
         (first, *others) = several
         if not others:
             return first
@@ -147,9 +150,9 @@ class EngineStats:
     ) -> EngineStats:
         """Collect the figures of a scheduler and its blocks.
 
-        parameters: the numbers of all and of the active parameters of the model.
+        parameters: the model's number of parameters, and of active parameters.
         exchange_seconds: how long steps waited for the model's other processes.
-        graphs: the number of CUDA graphs, and the bytes and seconds that capture at start took.
+        graphs: the number of CUDA graphs, and the bytes and seconds that capturing at the start took.
         """
         manager = scheduler.block_manager
         counters = scheduler.counters

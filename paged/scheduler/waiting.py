@@ -20,12 +20,11 @@ from .policy import Policy, Rank
 
 
 class Backlog:
-    """Holds back the parts of calls with many prompts or continuations: one part of a call at a time waits in
-    the queue.
+    """Holds back requests of calls with many prompts or continuations: one at a time waits in the queue.
 
-    A part joins the end of the queue when the part before it begins or is gone. So at most one part of a call
-    that has not begun is ahead of a later request. Parts that ran before are not held back: they keep their
-    place.
+    The requests of a call are its parts. A part joins the end of the queue when the part before it begins or
+    ends. Thus at most one part of a call that has not begun is ahead of a later request. Parts that ran
+    before are not held back and keep their place.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class Backlog:
         self._num_parts = 0
 
     def keeps(self, request: Request) -> bool:
-        """Return whether a request has to stay here, as another part of its call waits in the queue."""
+        """Return whether to hold a request back, because another part of its call waits in the queue."""
         call = request.inputs.part_of
         if not call or request.ran_before:
             return False
@@ -46,7 +45,7 @@ class Backlog:
         return True
 
     def discard(self, request: Request) -> bool:
-        """Drop a part that is gone. Return whether it was here."""
+        """Drop a part that has ended. Return whether it was held back."""
         parts = self._parts.get(request.inputs.part_of)
         if parts is None or request not in parts:
             return False
@@ -55,7 +54,7 @@ class Backlog:
         return True
 
     def next_after(self, request: Request) -> Request | None:
-        """Return the part that arrives now, as this one has left the queue; None if there is none."""
+        """Return the part that may now join the queue after `request` has left it; None if there is none."""
         call = request.inputs.part_of
         if self._queued.get(call) is not request:
             return None
@@ -73,7 +72,7 @@ class Backlog:
         return self._num_parts
 
     def check(self, queued: Collection[Request]) -> None:
-        """Check that of each call one part that has not begun waits in the queue, and those here do not."""
+        """Check that at most one new part of each call is in the queue, and no held-back part."""
         for call, request in self._queued.items():
             assert request in queued, "the part whose turn it is does not wait in the queue"
             assert request.inputs.part_of == call
@@ -84,15 +83,15 @@ class Backlog:
         assert self._num_parts == len(self.requests()), "the parts are miscounted"
 
     def requests(self) -> list[Request]:
-        """Return all parts that are here."""
+        """Return all parts that are held back."""
         return [request for parts in self._parts.values() for request in parts]
 
 
 class Need(NamedTuple):
     """What a waiting request needs in order to run.
 
-    hits: the cached blocks that it begins with, for each layer group; None if it is swapped in.
-    num_computed_tokens: how many of its tokens are in these blocks. num_missing_tokens: the rest.
+    hits: the cached blocks that the request begins with, for each layer group; None if it is swapped in.
+    num_computed_tokens: how many of its tokens are in these blocks. num_missing_tokens: how many are not.
     """
 
     hits: list[list[BlockId]] | None
@@ -107,7 +106,7 @@ class Room(NamedTuple):
 
     num_seats: how many requests may run. num_partial: how many prompts may stay incomplete, see
         max_num_partial_prefills.
-    num_blocks: infinite for a request that has the pool to itself, where every request fits.
+    num_blocks: infinite for a request that has the pool to itself, since every request fits there.
     """
 
     num_tokens: int
@@ -116,15 +115,15 @@ class Room(NamedTuple):
     num_blocks: float
 
     def plus(self, other: Room) -> Room:
-        """Return the sum of both, field by field."""
+        """Return the sum of two rooms, field by field."""
         return Room(*map(operator.add, self, other))
 
     def minus(self, other: Room) -> Room:
-        """Return the difference of both, field by field."""
+        """Return the difference of two rooms, field by field."""
         return Room(*map(operator.sub, self, other))
 
     def first_chunk(self, need: Need, max_chunk: int) -> int:
-        """Return how many tokens a request can begin with; 0 if it cannot run."""
+        """Return the number of tokens with which a request can begin; 0 if it cannot run."""
         num_new = min(need.num_missing_tokens, max_chunk, self.num_tokens)
         in_part = num_new < need.num_missing_tokens
         if need.num_seats > self.num_seats or need.num_blocks > self.num_blocks:
@@ -140,14 +139,14 @@ def num_tokens_ahead(request: Request) -> int:
 
 
 class WaitingQueue:
-    """Waiting requests: protected ones by rank, then others in the policy's order.
+    """The waiting requests: first protected requests by rank, then others in the policy's order.
 
-    Held ones are kept apart, and so are parts of a call whose turn has not come.
+    Held requests, and held-back parts of a call (see `Backlog`), are not in this order.
 
-    max_chunk: the most tokens that a request begins with.
+    max_chunk: maximum number of tokens with which a request begins.
     watermark: the share of blocks that stays free when a request is admitted.
-    arrive: gives a part of a call, whose turn has come, its arrival and rank.
-    num_tokens: the number of tokens of all waiting requests. A request gets no tokens while it waits.
+    arrive: sets arrival and rank of a part of a call that joins the queue.
+    num_tokens: the number of tokens of all waiting requests. It is constant while a request waits.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class WaitingQueue:
         self._refused: tuple[tuple[int, int], Need] | None = None
 
     def push(self, request: Request) -> None:
-        """Let a request wait, for the first time or again."""
+        """Add a waiting request, for the first time or again."""
         self._num_changes += 1
         self.num_tokens += request.num_tokens
         if request.held:
@@ -183,11 +182,11 @@ class WaitingQueue:
             self._policy.push(request)
 
     def peek(self) -> Request | None:
-        """Return the head, which is to run next; None if the queue is empty but for held requests."""
+        """Return the request that should run next; None if all waiting requests are held."""
         return self._protected[0][1] if self._protected else self._policy.peek()
 
     def pop(self, request: Request) -> None:
-        """Remove the head, which runs now."""
+        """Remove the head, because it runs now."""
         self._num_changes += 1
         self.num_tokens -= request.num_tokens
         if request.protected:
@@ -197,7 +196,7 @@ class WaitingQueue:
             self._let_next_arrive(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that was aborted, or is held or released now."""
+        """Remove a request that was aborted, or that becomes held or released."""
         self._num_changes += 1
         self.num_tokens -= request.num_tokens
         if request in self._held:
@@ -216,7 +215,7 @@ class WaitingQueue:
             self._policy.push(following)
 
     def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
-        """Return the head, its need and how many tokens it begins with; None if the room is too small."""
+        """Return the head, its need, and how many tokens it begins with; None if the room is too small."""
         # While this stays the same, the head needs no less than before.
         state = (self._num_changes, self._manager.pool.last_serial)
         if self._refused is not None:
@@ -234,11 +233,11 @@ class WaitingQueue:
         return request, need, num_new
 
     def reconsider(self) -> None:
-        """Look the head up again: it may need less now."""
+        """Compute the head's need again, since it may be lower now."""
         self._refused = None
 
     def need(self, request: Request) -> Need:
-        """Return what a waiting request takes to run."""
+        """Return what a waiting request needs in order to run."""
         manager = self._manager
         seq = request.blocks
         hits = manager.match(seq, request.token_ids, request.first_needed) if seq.host is None else None
@@ -249,7 +248,7 @@ class WaitingQueue:
         return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
 
     def check(self) -> None:
-        """Check that the parts of a call wait for their turn."""
+        """Check that parts of calls are held back as they should be."""
         self._backlog.check([*self._policy])
 
     def __len__(self) -> int:
@@ -261,13 +260,16 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """A heap of live requests with a deadline; finished ones are dropped when they outnumber the rest."""
+    """A heap of live requests with deadlines. Finished ones are dropped when they outnumber the rest."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
 
     def add(self, request: Request, num_live: int) -> None:
-        """Add a request if it has a deadline. num_live: how many requests run or wait."""
+        """Add a request if it has a deadline.
+
+        num_live: the number of running and waiting requests.
+        """
         if request.inputs.deadline == math.inf:
             return
         if len(self._heap) > 2 * num_live + 64:

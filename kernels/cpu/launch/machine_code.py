@@ -41,7 +41,7 @@ def machine_code(name: str) -> MachineCode:
     """Load the code of a kernel, a function of its record's address; compile it if it is not in the cache.
 
     name: the module below `compiled` that has the kernel, and the kernel's own name. Of a variant, what is
-    loaded may have more kinds; what is compiled here has all.
+        loaded may have more kinds; what is compiled here has all.
 
     Raises ImportError if the cache cannot be written.
     """

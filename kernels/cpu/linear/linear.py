@@ -66,8 +66,8 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
     """Pack a weight [out_features, in_features], times scales [out_features], into panels.
 
     pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
-    ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two and not
-    -128, has inputs, and has scales exactly if it is int8.
+        ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two and
+        not -128, has inputs, and has scales exactly if it is int8.
     """
     check_weight(weight, scales, pairs=pairs, gated=gated)
     out_features, in_features = weight.shape
@@ -129,9 +129,9 @@ def linear(
 ) -> Tensor:
     """Multiply x [num_rows, in_features] by the weight: [num_rows, out_features], gated half as wide.
 
-    bias: f32[num_panels * PANEL], as `pad` makes it. dtype: of the result, by default that of x;
-    accumulators are float32. out: where to store the result, of that dtype; its rows may be apart. Raises
-    ValueError if x has another width or dtype than the weight is packed for, or out another than the result.
+    bias: f32[num_panels * PANEL], as `pad` makes it. dtype: of the result, by default that of x; accumulators
+        are float32. out: where to store the result, of that dtype; its rows may be apart. Raises ValueError
+        if x has another width or dtype than the weight is packed for, or out another than the result.
     """
     if not is_trusted():
         check_panels(weight)

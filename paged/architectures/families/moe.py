@@ -142,7 +142,7 @@ _GPT_OSS_ROPE = {
 def stacks_of(
     gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[ExpertStack, ...]:
-    """Return the stacks that transformers 5 saves, of experts whose projections have these names."""
+    """Return the expert stacks that transformers 5 saves for projections of these names."""
     return (
         ExpertStack("mlp.experts.gate_up_proj", (f"{gate}.weight", f"{up}.weight")),
         ExpertStack("mlp.experts.down_proj", (f"{down}.weight",)),
@@ -197,12 +197,12 @@ def read_experts(
     chosen: str = "num_experts_per_tok",
     **fields: Any,
 ) -> ExpertsSpec:
-    """Read the experts of layers that are alike.
+    """Read the experts of a model in which all layers have the same experts.
 
-    count, inner, chosen: the keys of config.json for the number of experts, their size, and the experts per
-        token.
+    count, inner, chosen: the keys of config.json for the number of experts, an expert's inner size, and the
+        number of experts per token.
     routing: fields of RoutingOptions.
-    fields: fields of ExpertsSpec that replace what is read.
+    fields: fields of ExpertsSpec that override config.json.
     """
     for key, what in _NOT_BUILT.items():
         if hf.get(key):
@@ -263,7 +263,7 @@ def _with_dense(hf: Config, layers: tuple[LayerSpec, ...], dense: list[bool]) ->
 
 
 def dense_of_qwen(hf: Config) -> list[bool]:
-    """Return which layers have no experts."""
+    """Return for each layer whether it is dense, without experts."""
     step = size(hf, "decoder_sparse_step")
     only = [] if hf["mlp_only_layers"] is None else hf["mlp_only_layers"]
     num_layers = size(hf, "num_hidden_layers")
@@ -328,7 +328,7 @@ def mixtral(hf: Config) -> ModelConfig:
 
 
 def glm4_moe(hf: Config) -> ModelConfig:
-    """Read GLM-4.5 and 4.6. The layers beyond num_hidden_layers predict further tokens, and are left out."""
+    """Read GLM-4.5 and 4.6. Layers beyond num_hidden_layers predict further tokens and are left out."""
     rope = read_rope({"partial_rotary_factor": 0.5, **hf}, partial=True)
     qk_norm = "head" if flag(hf, "use_qk_norm") else None
     attention = read_attention(hf, rope=rope, qkv_bias=flag(hf, "attention_bias"), qk_norm=qk_norm)
@@ -360,7 +360,7 @@ def glm4_moe(hf: Config) -> ModelConfig:
 
 
 def minimax_m2(hf: Config) -> ModelConfig:
-    """Read MiniMax-M2. Its files have rotary_dim for what transformers calls partial_rotary_factor."""
+    """Read MiniMax-M2. Its config.json says rotary_dim, where transformers has partial_rotary_factor."""
     if hf.get("shared_intermediate_size"):
         given = shown(hf["shared_intermediate_size"])
         raise UnsupportedModelError(f"shared_intermediate_size {given} is not supported; 0 is")

@@ -18,7 +18,8 @@ class TextPart(NamedTuple):
     """A text model inside another architecture.
 
     architecture: a key of ARCHITECTURES.
-    sizes: defaults for keys that text_config may omit and the text model's own config.json may not.
+    sizes: defaults for keys that text_config may omit. In the text model's own config.json, these keys are
+        required.
     """
 
     architecture: str
@@ -28,8 +29,8 @@ class TextPart(NamedTuple):
 class Multimodal(NamedTuple):
     """One entry of MULTIMODAL: an architecture around a native text model.
 
-    text: the text models by model_type of text_config; the first where it has none.
-    names: how the tensors of the checkpoint are called.
+    text: the text models by text_config's model_type; without a model_type, the first is taken.
+    names: the names of tensors in the checkpoint.
     placeholders: keys of config.json with tokens that stand for images, audio or video, and their defaults.
     """
 
@@ -219,9 +220,9 @@ NATIVE: Mapping[str, Any] = {**ARCHITECTURES, **MULTIMODAL}  # each has model_ty
 
 
 def text_of(known: Multimodal, hf: Config) -> Config:
-    """Return the config.json that the text model alone would have.
+    """Return the config.json that the text model would have on its own.
 
-    Whether the head is tied is read from the outer config, as transformers does; text_config's value is
+    Whether the head is tied is read from the outer config, as in transformers; text_config's value is
     ignored.
     """
     given = hf.get("text_config")
@@ -262,7 +263,7 @@ def with_experts_in_columns(text: ModelConfig) -> ModelConfig:
 
 
 def placeholders_of(known: Multimodal, hf: Config) -> tuple[tuple[int, str], ...]:
-    """Return the tokens that stand for images, audio or video, with their keys in config.json."""
+    """Return the tokens that stand for images, audio or video, each with its key in config.json."""
     found = {}
     for key, default in known.placeholders.items():
         other = key.replace("_index", "_id")  # transformers knows both names

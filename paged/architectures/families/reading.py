@@ -81,28 +81,28 @@ MAX_SOFTCAP = 1e3  # kernels compute to a few roundings of the cap: here about 1
 
 
 def size(hf: Config, name: str) -> int:
-    """Return a whole number from 1 to its ceiling."""
+    """Return the value of a key: an integer from 1 to the key's maximum."""
     return check_int(CheckpointError, name, hf[name], 1, CEILINGS[name])
 
 
 def flag(hf: Config, name: str) -> bool:
-    """Return True or False."""
+    """Return the value of a key: True or False."""
     return check_bool(CheckpointError, name, hf[name])
 
 
 def factor(hf: Config, name: str, most: float = MAX_FACTOR) -> float:
-    """Return a positive number that float32 can multiply and divide by."""
+    """Return the value of a key: a positive number by which float32 can be multiplied and divided."""
     value = check_number(CheckpointError, name, hf[name], 0, most, above=True)
     return check_number(CheckpointError, name, value, MIN_FACTOR)
 
 
 def softcap_of(hf: Config, name: str) -> float | None:
-    """Return the softcap of scores or logits, which null turns off."""
+    """Return the softcap of scores or logits; None if the value is null."""
     return None if hf[name] is None else factor(hf, name, MAX_SOFTCAP)
 
 
 def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
-    """Return which of the supported activations config.json names."""
+    """Return the activation that config.json names, which must be one of the supported ones."""
     names = {theirs: ours for ours in supported for theirs in ACTIVATIONS[ours]}
     if hf[name] not in [*names]:  # a list, as any JSON value may come, hashable or not
         raise UnsupportedModelError(f"{name} {shown(hf[name])} is not supported; only {', '.join(names)}")
@@ -110,14 +110,14 @@ def activation_of(hf: Config, name: str, supported: tuple[str, ...]) -> str:
 
 
 def head_dim_of(hf: Config) -> int:
-    """Return the head dimension, by default hidden_size / num_attention_heads."""
+    """Return the head dimension; the default is hidden_size / num_attention_heads."""
     if hf["head_dim"] is None:
         return size(hf, "hidden_size") // size(hf, "num_attention_heads")
     return size(hf, "head_dim")
 
 
 def window_of(hf: Config) -> int | None:
-    """Return the sliding window, which null turns off."""
+    """Return the sliding window in tokens; None if the value is null."""
     return None if hf["sliding_window"] is None else size(hf, "sliding_window")
 
 
@@ -126,9 +126,9 @@ def layer_types_of(
     default: tuple[str, ...] = (),
     kinds: tuple[str, ...] = ("full_attention", "sliding_attention"),
 ) -> tuple[str, ...]:
-    """Return layer_types: one of the kinds for each layer.
+    """Return layer_types: a layer type from `kinds` for each layer.
 
-    default: the types where config.json has null.
+    default: the types to use if config.json has null.
     """
     if hf["layer_types"] is None and default:
         return default
@@ -150,7 +150,7 @@ def layer_types_of(
 
 
 def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
-    """Return layer types with full attention in every interval-th layer, and windows in the others.
+    """Return layer types with full attention in every interval-th layer, and sliding windows in the others.
 
     interval: a number, or the key of config.json that holds it.
     """
@@ -161,7 +161,7 @@ def full_every(interval: int | str, hf: Config) -> tuple[str, ...]:
 
 
 def windows_of(layer_types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer; None where attention is full."""
+    """Return the sliding window of each layer; None for layers with full attention."""
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
@@ -183,7 +183,7 @@ NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_s
 
 
 def own_rope(hf: Config) -> dict[str, Any]:
-    """Return rope_parameters, or rope_scaling as older checkpoints call it."""
+    """Return rope_parameters; older checkpoints call it rope_scaling."""
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     own = hf.get(name) or {}
     if not isinstance(own, dict):
@@ -196,7 +196,7 @@ def read_rope(
 ) -> RopeConfig:
     """Read a rotary embedding.
 
-    own: its parameters, by default `own_rope`.
+    own: the parameters of the embedding, by default from `own_rope`.
     partial: whether the family may rotate only a part of each head.
     """
     own = own_rope(hf) if own is None else own
@@ -244,11 +244,11 @@ def read_rope(
 
 
 def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str, RopeConfig]:
-    """Read the rotary embeddings of layers with full attention and of those with a window.
+    """Read the rotary embedding of layers with full attention and of layers with a sliding window.
 
-    transformers 5 writes both into rope_parameters. Older checkpoints describe the rope of full attention
-    only; sliding layers then use an unscaled one. rope_theta, local_theta: the defaults where config.json has
-    none.
+    transformers 5 writes both into rope_parameters. Older checkpoints describe only the embedding of full
+    attention; layers with a window then use an unscaled one. rope_theta and local_theta are the default bases
+    of full attention and of layers with a window.
     """
     given = hf.get("rope_parameters") or {}
     own = {"full_attention": hf.get("rope_scaling") or {}, "sliding_attention": {}}
@@ -279,7 +279,7 @@ def ropes_by_type(hf: Config, rope_theta: float, local_theta: float) -> dict[str
 
 
 def by_layer_type(hf: Config, layer_types: tuple[str, ...], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
-    """Return the arguments of `repeat`: `rope`, of full attention, and each layer's `ropes` and `windows`."""
+    """Return arguments for `repeat`: `rope` of full attention, `ropes` and `windows` of all layers."""
     return {
         "rope": ropes["full_attention"],
         "ropes": tuple(ropes[kind] for kind in layer_types),
@@ -372,7 +372,7 @@ class Family(NamedTuple):
 
     defaults: default values for keys of config.json, in addition to COMMON.
     read: turns config.json, with its defaults, into a ModelConfig.
-    keys: the family's names for Llama's keys of config.json; None: the family has no such key.
+    keys: the family's own names for Llama's keys of config.json; None if the family lacks the key.
     """
 
     defaults: Config
@@ -381,9 +381,9 @@ class Family(NamedTuple):
 
 
 def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
-    """Read the attention of layers that are alike.
+    """Read the attention of a model in which all layers have the same attention.
 
-    fields: fields of AttentionSpec that replace what is read.
+    fields: fields of AttentionSpec that override config.json.
     """
     num_heads = size(hf, "num_attention_heads")
     num_kv_heads = num_heads if hf["num_key_value_heads"] is None else size(hf, "num_key_value_heads")
@@ -408,9 +408,9 @@ def read_attention(hf: Config, **fields: Any) -> AttentionSpec:
 
 
 def read_feed_forward(hf: Config, **fields: Any) -> FeedForwardSpec:
-    """Read the feed-forward part of layers that are alike.
+    """Read the feed-forward part of a model in which all layers have the same one.
 
-    fields: fields of FeedForwardSpec that replace what is read.
+    fields: fields of FeedForwardSpec that override config.json.
     """
     inner = fields.pop("size", None) or size(hf, "intermediate_size")
     return FeedForwardSpec(size=inner, **fields)
@@ -439,10 +439,10 @@ def repeat(
 
 
 def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> ModelConfig:
-    """Read the parts around the layers.
+    """Read everything but the layers: embedding, final norm and head.
 
-    fields: fields of ModelConfig that replace what is read. The field rope, by default that of the first
-        layer, determines the longest context.
+    fields: fields of ModelConfig that override config.json. The field `rope`, by default the first layer's,
+        determines the longest context.
     """
     names = hf["architectures"]
     read = {
@@ -470,7 +470,7 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
 
 
 def granite_fields(hf: Config) -> dict[str, Any]:
-    """Return the fields of ModelConfig that all Granites share."""
+    """Return the fields of ModelConfig that all Granite models share."""
     return {
         "embedding_multiplier": factor(hf, "embedding_multiplier"),
         "residual_multiplier": factor(hf, "residual_multiplier"),
@@ -480,7 +480,7 @@ def granite_fields(hf: Config) -> dict[str, Any]:
 
 
 def read_norm(hf: Config, **fields: Any) -> NormSpec:
-    """Read eps.
+    """Read the norm, whose eps comes from config.json.
 
     fields: further fields of NormSpec.
     """

@@ -20,7 +20,7 @@ COMMON = {
 
 
 class Architecture(NamedTuple):
-    """One entry of ARCHITECTURES: a family of models that the one decoder computes.
+    """One entry of ARCHITECTURES: a family of models that the decoder can compute.
 
     module: the module with the family's reader; it is imported when a model of the family is read.
     """
@@ -31,7 +31,7 @@ class Architecture(NamedTuple):
 
 
 def family_of(architecture: str) -> Family:
-    """Return how an architecture's config.json is read."""
+    """Return the family that reads an architecture's config.json."""
     module = import_module(f".{ARCHITECTURES[architecture].module}", __package__)
     family: Family = module.families[architecture]
     return family

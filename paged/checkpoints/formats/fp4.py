@@ -21,8 +21,8 @@ DIVISOR = ValueCheck(lambda x: is_not_finite(x) | is_not_finite(1 / x.float()), 
 
 @dataclass(frozen=True)
 class Mxfp4Format(StoredFormat):
-    """MXFP4: weight_packed u8[outputs, inputs / 2] with the first code in the low bits, and a power of two as
-    the scale of 32 inputs.
+    """MXFP4: weight_packed u8[outputs, inputs / 2], first code in the low bits, and a power-of-two scale per
+    32 inputs.
     """
 
     title: str
@@ -50,7 +50,7 @@ class Mxfp4Format(StoredFormat):
 
 @dataclass(frozen=True)
 class Nvfp4Format(StoredFormat):
-    """NVFP4: codes u8[outputs, inputs / 2], an e4m3 scale for every 16 inputs, and one global scale.
+    """NVFP4: codes u8[outputs, inputs / 2], an e4m3 scale per 16 inputs, and one global scale.
 
     compressed-tensors divides by the global scale, ModelOpt multiplies by it.
     """
@@ -85,7 +85,7 @@ class Nvfp4Format(StoredFormat):
 
 
 def mxfp4_format(scheme: Scheme, part: StoredPart) -> Mxfp4Format:
-    """Return the format of a part stored in MXFP4."""
+    """Return the format of a weight's part that is stored in MXFP4."""
     stored = part.get("weight_scale")
     is_float = stored is not None and stored.dtype == torch.float8_e8m0fnu
     dtype = torch.float8_e8m0fnu if is_float else torch.uint8
@@ -94,7 +94,7 @@ def mxfp4_format(scheme: Scheme, part: StoredPart) -> Mxfp4Format:
 
 
 def nvfp4_format(scheme: Scheme, part: StoredPart) -> Nvfp4Format:
-    """Return the format of a part stored in NVFP4."""
+    """Return the format of a weight's part that is stored in NVFP4."""
     is_theirs = scheme.producer == "modelopt"
     unit_name = "weight_scale_2" if is_theirs else "weight_global_scale"
     stored = part.get(unit_name)

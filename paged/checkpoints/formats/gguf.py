@@ -51,7 +51,7 @@ class GgufFormat(StoredFormat):
 
 
 def gguf_format(part: StoredPart) -> GgufFormat | None:
-    """Return the format of a weight that a GGUF file stores in blocks."""
+    """Return the format of a weight that a GGUF file stores in blocks; None if it is stored otherwise."""
     tensor = part.get("weight")
     if not isinstance(tensor, GgufTensor) or not tensor.type.in_blocks:
         return None

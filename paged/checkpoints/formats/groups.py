@@ -38,16 +38,16 @@ NO_NAN = ValueCheck(
 class InputGroups:
     """The group of factors that each input belongs to.
 
-    Inputs are sorted by group. If groups are of different sizes, they are divided into smaller groups of one
-    size, which repeat their factors.
+    In memory, inputs are sorted by group. Groups of different sizes are divided into smaller groups of one
+    size, each with a copy of the factors.
     """
 
     group_of_input: bytes  # i64[num_inputs]
 
     @classmethod
     def even(cls, num_inputs: int, size: int | None) -> InputGroups:
-        """Return groups of `size` consecutive inputs; the last may be smaller. None: all inputs
-        are one group.
+        """Return groups of `size` consecutive inputs; the last may be smaller. None makes one group of all
+        inputs.
         """
         return cls.of(torch.arange(num_inputs, device="cpu") // (size or max(1, num_inputs)))
 
@@ -74,7 +74,7 @@ class InputGroups:
         return sorted_groups[:: math.gcd(len(sorted_groups), *starts.tolist())]
 
     def sort(self, columns: Tensor | HalfBytes) -> Tensor | HalfBytes:
-        """Put [num_rows, num_inputs] in the order of the groups."""
+        """Reorder the columns of [num_rows, num_inputs] so that each group is consecutive."""
         if self.order is None:
             return columns
         columns = columns.unpacked() if isinstance(columns, HalfBytes) else columns
@@ -83,7 +83,7 @@ class InputGroups:
         return columns[:, self.order.to(columns.device)]
 
     def expand(self, factors: Tensor) -> Tensor:
-        """Return the factors [num_rows, number of groups in memory] of stored ones [num_rows, num_groups]."""
+        """Expand stored factors [num_rows, num_groups] to [num_rows, number of groups in memory]."""
         is_stored_so = torch.equal(self._index, torch.arange(factors.shape[1], device="cpu"))
         return factors if is_stored_so else factors[:, self._index.to(factors.device)]
 
@@ -95,7 +95,7 @@ def codes_of(words: Tensor, bits: int, num_inputs: int) -> Tensor | HalfBytes:
 
 
 def rows_of(words: Tensor, bits: int) -> Tensor:  # i32[n, m] -> u8[n * codes in each, m]
-    """Unpack codes from words that each hold several rows, lowest bits first."""
+    """Unpack codes from words that hold the codes of several rows each, lowest bits first."""
     packed = _bytes_of(words[..., None])
     codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
     return codes.movedim(-1, 1).flatten(0, 1)
@@ -112,8 +112,7 @@ SIGNED = tuple(map(float, range(-8, 8)))  # of 4-bit codes around 8
 class Integers:
     """Makes a weight from codes and factors.
 
-    Half of the range is subtracted from unsigned codes and from zeros, so that their difference stays the
-    same.
+    Half of the range is subtracted from both unsigned codes and zeros, so their difference stays the same.
     """
 
     bits: int
@@ -121,7 +120,7 @@ class Integers:
     dtype: torch.dtype  # of the model
 
     def weight(self, codes: Tensor | HalfBytes, scale: Tensor, zero: Tensor | None) -> Weight:
-        """Make a weight of unsigned codes [num_rows, num_inputs] and unsigned zeros for each group."""
+        """Make a weight from unsigned codes [num_rows, num_inputs] and unsigned zeros per group."""
         middle = 1 << self.bits - 1
         around = None if zero is None else zero.to(torch.int16) - middle
         if self.bits == 4:
@@ -130,7 +129,7 @@ class Integers:
         return self._made((codes ^ middle).view(torch.int8), None, scale, around)
 
     def signed_weight(self, numbers: Tensor, scale: Tensor, zero: Tensor | None) -> Weight:
-        """Make a weight of numbers, i8[num_rows, num_inputs], and zeros as they are."""
+        """Make a weight from signed numbers, i8[num_rows, num_inputs], and zeros that are not shifted."""
         return self._made(numbers, None, scale, None if zero is None else zero.to(torch.int16))
 
     def _made(
@@ -206,5 +205,5 @@ class ScaleLayout:
         return layout._replace(dtype=torch.int8, stored_dtypes=(torch.int8,), check=None)
 
     def by_row(self, values: Tensor) -> Tensor:
-        """Return values that were read with `layout` as [num_rows, num_groups]."""
+        """Reshape values that were read with `layout` to [num_rows, num_groups]."""
         return values.view(len(values), -1)

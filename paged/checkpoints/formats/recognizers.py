@@ -31,7 +31,7 @@ _TENSORS = (*KEPT, "g_idx", "weight_g_idx", "weight_shape")
 
 
 def recognizers_of(quantization: Quantization | None, names: TensorNames) -> tuple[Recognizer, ...]:
-    """Return what recognizes the quantised weights of a checkpoint."""
+    """Return the functions that recognize the quantised weights of a checkpoint."""
     if quantization is None:
         return (gguf_format,)  # a GGUF file's tensors say what they are
 

@@ -16,7 +16,7 @@ from .groups import NO_NAN, InputGroups, Integers, ScaleLayout
 
 @dataclass(frozen=True)
 class ByteFormat(StoredFormat):
-    """Weight [outputs, inputs] of int8 or e4m3, its scales, and its zeros if there are any."""
+    """An int8 or e4m3 weight [outputs, inputs] with its scales, and with zeros if it has any."""
 
     title: str
     codes: torch.dtype
@@ -45,15 +45,15 @@ class ByteFormat(StoredFormat):
 
 
 def integer_format(scheme: Scheme, part: StoredPart) -> ByteFormat:
-    """Return the format of a part in int8."""
+    """Return the format of a weight's part that is stored in int8."""
     return _byte_format(scheme, part, torch.int8, "weight_scale")
 
 
 def fp8_format(scheme: Scheme, part: StoredPart) -> ByteFormat:
-    """Return the format of a part stored in e4m3.
+    """Return the format of a weight's part that is stored in e4m3.
 
-    transformers' weight_scale_inv multiplies, as the scales of all other formats do. Older writers of this
-    method store weight_scale instead, one for the whole tensor.
+    Despite its name, transformers' weight_scale_inv is multiplied, like all other scales. Older checkpoints
+    store one weight_scale for the whole tensor instead.
     """
     name = "weight_scale"
     if scheme.producer == "fp8":

@@ -24,7 +24,7 @@ from .groups import FINITE, SCALES, InputGroups, Integers, ScaleLayout, codes_of
 
 @dataclass(frozen=True)
 class GptqFormat(StoredFormat):
-    """qweight i32[inputs / 8, outputs], qzeros i32[groups, outputs / 8], scales [groups, outputs]."""
+    """GPTQ: qweight i32[inputs / 8, outputs], qzeros i32[groups, outputs / 8], scales [groups, outputs]."""
 
     title: str
     num_groups: int
@@ -62,7 +62,7 @@ class GptqFormat(StoredFormat):
 
 
 def gptq_format(scheme: Scheme, part: StoredPart) -> GptqFormat:
-    """Return the format of a part that is stored as GPTQ does."""
+    """Return the format of a weight's part that is stored as in GPTQ."""
     size = scheme.scale_inputs or max(1, part.num_inputs)
     num_groups = -(-part.num_inputs // size)
     groups = read_groups(part, "g_idx", num_groups, is_needed=scheme.in_any_order)
@@ -86,15 +86,18 @@ def _word_of(code: int, bits: int) -> int:
 
 
 def scale_dtype_of(part: StoredPart, name: str) -> torch.dtype:
-    """Return the dtype of scales in memory: that of the file. Others are refused later."""
+    """Return the dtype of scales in memory, which is their dtype in the file. Unsupported dtypes are refused
+    later.
+    """
     found = part.get(name)
     return found.dtype if found is not None and found.dtype in SCALES else torch.float32
 
 
 def read_groups(part: StoredPart, name: str, num_groups: int, *, is_needed: bool) -> InputGroups | None:
-    """Read the group of each input; None if the tensor holds no groups, or is one that is refused later.
+    """Read the group of each input. Return None if the tensor is absent, holds no groups, or will be refused
+    later.
 
-    Raises CheckpointError for groups that do not exist.
+    Raises CheckpointError for the number of a group that does not exist.
     """
     tensor = part.get(name)
     if tensor is None or tensor.shape != [part.num_inputs] or tensor.dtype != torch.int32:
@@ -121,7 +124,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of its eight outputs each 4 bits of a 
 
 @dataclass(frozen=True)
 class AwqFormat(StoredFormat):
-    """qweight i32[inputs, outputs / 8], qzeros i32[groups, outputs / 8], scales [groups, outputs]."""
+    """AWQ: qweight i32[inputs, outputs / 8], qzeros i32[groups, outputs / 8], scales [groups, outputs]."""
 
     title: str
     num_groups: int
@@ -144,8 +147,8 @@ class AwqFormat(StoredFormat):
 
 
 def awq_words(words: Tensor) -> Tensor:  # i32[n, num_inputs] -> i32[8 n, num_inputs / 8]
-    """Repack words: eight inputs of an output per word, the first lowest, instead of eight
-    outputs of an input.
+    """Repack words of eight outputs of one input into words of eight inputs of one output, first input
+    lowest.
     """
     by_input = words.T
     num_inputs, num_words = by_input.shape
@@ -183,7 +186,7 @@ def awq_rows(words: Tensor) -> Tensor:  # i32[n, m] -> u8[8 n, m]
 
 
 def awq_format(scheme: Scheme, part: StoredPart) -> AwqFormat:
-    """Return the format of a part that is stored as AWQ does."""
+    """Return the format of a weight's part that is stored as in AWQ."""
     groups = InputGroups.even(part.num_inputs, scheme.scale_inputs)
     num_groups = -(-part.num_inputs // (scheme.scale_inputs or max(1, part.num_inputs)))
     integers = Integers(4, groups, part.dtype)
@@ -192,7 +195,9 @@ def awq_format(scheme: Scheme, part: StoredPart) -> AwqFormat:
 
 @dataclass(frozen=True)
 class PackedFormat(StoredFormat):
-    """weight_packed i32[outputs, inputs / 8], weight_scale, and zeros in words along the outputs."""
+    """compressed-tensors: weight_packed i32[outputs, inputs / 8], weight_scale, and zeros packed along the
+    outputs.
+    """
 
     title: str
     scale: ScaleLayout
@@ -237,7 +242,7 @@ class PackedFormat(StoredFormat):
 
 
 def packed_format(scheme: Scheme, part: StoredPart) -> PackedFormat:
-    """Return the format of a part in packed integers.
+    """Return the format of a weight's part that is stored as packed integers.
 
     Raises CheckpointError if weight_shape differs from the shape of the part.
     """

@@ -39,7 +39,9 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """The GGUF metadata and tensors that a config is made from. It records which rope factors were read."""
+    """The GGUF metadata and tensors that a config is made from. A source records which rope factors were
+    read.
+    """
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
@@ -52,9 +54,7 @@ class ConfigSource:
         return self.tensors[name]
 
     def factors(self, name: str, count: int) -> list[float] | None:
-        """Return the `count` factors of wavelengths in a tensor; None if it is absent. Raises
-        CheckpointError.
-        """
+        """Return the `count` rope factors in a tensor; None if it is absent. Raises CheckpointError."""
         self._read.add(name)
         if name not in self.tensors:
             return None
@@ -73,7 +73,7 @@ class ConfigSource:
         return values
 
     def require_all_read(self) -> None:
-        """Raise UnsupportedModelError for rope factors in the file that no family's reader asked for."""
+        """Raise UnsupportedModelError for rope factors in the file that were not read."""
         self.metadata.require_all_read()
         if unread := {*ROPE_FACTORS} & self.tensors.keys() - self._read:
             raise UnsupportedModelError(
@@ -83,10 +83,10 @@ class ConfigSource:
 
 
 def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
-    """Return the contents of config.json, with the key gguf_architecture.
+    """Return the contents of a config.json for a GGUF file, with the key gguf_architecture.
 
     Raises UnsupportedModelError for an architecture or a value that is not implemented, and CheckpointError
-    for what is missing.
+    for missing values.
     """
     name = metadata.architecture
     _require_model(metadata)
@@ -201,7 +201,8 @@ def _outer_sizes(source: ConfigSource) -> dict[str, Any]:
 def head_dim_of(metadata: Metadata, of: str = "") -> int:
     """Return the head dimension. Raises CheckpointError if the dimensions of keys and values differ.
 
-    of: the suffix of the keys: "_swa" for layers with a window, if their heads have another size.
+    of: a suffix of the metadata keys: "_swa" for layers with a sliding window, if their heads have another
+        size.
     """
     num_heads = metadata.integer("attention.head_count")
     hidden_size = metadata.integer("embedding_length")

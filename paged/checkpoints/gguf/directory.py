@@ -48,7 +48,7 @@ _SAMPLING = {
 
 
 def gguf_directory(path: Path) -> Path:
-    """Return the directory with the model of a GGUF file; make it if it does not exist.
+    """Return the directory with a GGUF model's config and tokenizer; make it if it does not exist.
 
     path: the path of the file, or of one of its parts.
 
@@ -107,7 +107,7 @@ def _name_of(gguf: Gguf) -> str:
 
 
 def config_of(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
-    """Return the contents of config.json. Raises CheckpointError and UnsupportedModelError."""
+    """Return the contents of config.json for a GGUF file. Raises CheckpointError, UnsupportedModelError."""
     config = make_config(gguf, metadata)
     try:
         model = from_hf(config)

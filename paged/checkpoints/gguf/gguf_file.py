@@ -62,7 +62,7 @@ class GgmlType(NamedTuple):
 
     @property
     def in_blocks(self) -> bool:
-        """Whether reading a tensor of this type returns the bytes of its blocks."""
+        """Whether a tensor of this type is read as the bytes of its blocks."""
         return self.num_inputs > 1
 
 
@@ -108,7 +108,7 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor(FileTensor):
-    """A tensor of an open GGUF file, whose rows may be presented in another order.
+    """A tensor of an open GGUF file. Its rows may be read in another order than the file's.
 
     order: i64[n], the order in which each n consecutive rows of the file are read.
     """
@@ -169,12 +169,12 @@ class GgufTensor(FileTensor):
 
 
 class GgufFile(OpenFile):
-    """The metadata and tensors of one file.
+    """The metadata and tensors of one open GGUF file.
 
     digest: the sha256 of its header.
 
-    Raises CheckpointError, which names file and byte, for a file that is damaged, and UnsupportedModelError
-    for what is not implemented.
+    Raises CheckpointError, which names file and byte, for a damaged file, and UnsupportedModelError for
+    features that are not implemented.
     """
 
     def __init__(self, path: Path) -> None:
@@ -411,7 +411,7 @@ class _Header:
 
 
 class Gguf(NamedTuple):
-    """The files of one model: the metadata of the first, and the tensors of all."""
+    """The files of one model: the metadata of its first file, and the tensors of all files."""
 
     files: Sequence[GgufFile]
     metadata: Mapping[str, Value]
@@ -420,9 +420,9 @@ class Gguf(NamedTuple):
 
 @contextmanager
 def open_gguf(path: Path, open_file: Callable[[Path], GgufFile] = GgufFile) -> Iterator[Gguf]:
-    """Open the files of a model.
+    """Open all GGUF files of a model.
 
-    path: the path of the file, or of any of its parts.
+    path: the path of the file, or of any part of a model in several files.
     """
     paths = part_paths(path)
     with ExitStack() as stack:

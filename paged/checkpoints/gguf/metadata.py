@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = (
 
 
 class Metadata:
-    """Values by key. Keys of the model are given without its architecture, as in "block_count"."""
+    """Metadata values by key. Keys of the model are given without the architecture, as in "block_count"."""
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
@@ -45,14 +45,14 @@ class Metadata:
         return CheckpointError(f"{self.path}: {key} must be {kind}, got {shown(value)}")
 
     def text(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return a string, or the default where there is none."""
+        """Return a string, or the default if the key is absent."""
         value = self._find(key, default)
         if value is not default and not isinstance(value, str):
             raise self._wrong(key, "a string", value)
         return value
 
     def integer(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return a whole number. Raises UnsupportedModelError for one that differs by layer."""
+        """Return an integer. Raises UnsupportedModelError if the value differs by layer."""
         value = self._find(key, default)
         if value is default or type(value) is int:
             return value
@@ -63,7 +63,7 @@ class Metadata:
         raise self._wrong(key, "a whole number", value)
 
     def integers(self, key: str, count: int) -> list[int]:
-        """Return a whole number for each of `count` layers. The file may have one number for all."""
+        """Return an integer for each of `count` layers. The file may have one integer for all."""
         value = self._find(key, _REQUIRED)
         if not isinstance(value, array):
             return [self.integer_of(key, value)] * count
@@ -72,13 +72,13 @@ class Metadata:
         return [self.integer_of(key, each) for each in value]
 
     def integer_of(self, key: str, value: Any) -> int:
-        """Return a value that must be a whole number."""
+        """Return the value as an int. Raises CheckpointError if it is not an integer."""
         if type(value) is not int:
             raise self._wrong(key, "a whole number", value)
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return a number: for a float32, the shortest decimal that rounds to it."""
+        """Return a number. A float32 becomes the shortest decimal that rounds to it."""
         value = self._find(key, default)
         if value is default:
             return value
@@ -116,9 +116,7 @@ class Metadata:
         return value
 
     def layers(self, key: str) -> Sequence[bool] | int | None:
-        """Return a bool for each layer, or the interval of the layers for which it is False;
-        None if absent.
-        """
+        """Return a bool for each layer, or the interval of the False layers; None if the key is absent."""
         value = self._find(key, None)
         if value is None or type(value) is int:
             return value
@@ -137,7 +135,7 @@ class Metadata:
 
 
 def shortest(value: float) -> float:
-    """Return the shortest decimal whose nearest float32 is this number, or the number itself."""
+    """Return the shortest decimal that rounds to the same float32 as `value`; `value` itself if none does."""
     for digits in range(1, 10):
         found = float(f"{value:.{digits}g}")
         if _float32(found) == value:

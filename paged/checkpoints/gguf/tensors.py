@@ -20,9 +20,7 @@ _ROTATED = ("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")
 
 
 def presented(gguf: Gguf) -> dict[str, GgufTensor]:
-    """Return the tensors by their names in the file. Raises CheckpointError if rows do not
-    divide into heads.
-    """
+    """Return the tensors by name. Raises CheckpointError if a tensor's rows do not divide into heads."""
     metadata = Metadata(gguf.files[0].path, gguf.metadata)
     layout = CONVERTED[metadata.architecture]
     orders = _orders(layout, metadata)

@@ -71,11 +71,12 @@ _OF_PARTS = (
 
 
 class PreTokenizer(NamedTuple):
-    """How a text is split before its parts become tokens, and what else the metadata's name of it implies.
+    """How a text is split before tokenization, and what else the pre-tokenizer's name in the metadata
+    implies.
 
     expression: the regular expression of the parts; None means GPT-2's.
-    splits_digits: whether digits become parts of their own first.
-    whole_tokens: whether a part that is a token is taken without merges.
+    splits_digits: whether each digit is split off first.
+    whole_tokens: whether a part that is itself a token is taken without applying merges.
     """
 
     expression: str | None = None
@@ -100,11 +101,11 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a file, and their ids.
+    """The tokens of a GGUF file, with their ids.
 
-    types: the type of each token. Tokens whose name marks them as control tokens are CONTROL, whatever the
+    types: the type of each token. A token whose name marks it as a control token is CONTROL, whatever the
         file says.
-    overridden: the tokens whose type differs from the file's.
+    overridden: the tokens whose type here differs from their type in the file.
     """
 
     metadata: Metadata
@@ -129,7 +130,7 @@ class Vocabulary(NamedTuple):
 def make_tokenizer(metadata: Metadata) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of tokenizer.json and of tokenizer_config.json.
 
-    Raises UnsupportedModelError for another kind of tokenizer, and CheckpointError for what is missing.
+    Raises UnsupportedModelError for an unknown type of tokenizer, and CheckpointError for missing values.
     """
     kind = metadata.text(f"{_PREFIX}model")
     if kind not in ("gpt2", "llama", "gemma4"):
@@ -301,9 +302,9 @@ def _sentencepiece(
 
 
 def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that can be merged to a token, those of the best scores first.
+    """Return every pair of tokens that can be merged to a token, best score first.
 
-    Among equal scores, longer tokens come first, as in transformers' conversion.
+    At equal scores, longer tokens come first, as in transformers' conversion.
     """
     merged = (_NORMAL, _USER_DEFINED, _UNUSED)
     ids = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] in merged}
@@ -396,9 +397,7 @@ def _chat_template(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 
 def read_ends(metadata: Metadata) -> list[int]:
-    """Return the ids of tokens that end an answer: those that the metadata name, and tokens with
-    known names.
-    """
+    """Return the ids of tokens that end an answer: those named in the metadata, and tokens of known names."""
     vocabulary = read_vocabulary(metadata)
     default = 2 if metadata.text(f"{_PREFIX}model") == "llama" else None
     found = {vocabulary.id_of("eos", default), vocabulary.id_of("eot"), vocabulary.id_of("eom")}

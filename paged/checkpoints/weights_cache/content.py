@@ -18,7 +18,9 @@ _RACY_NS = 2 * 10**9  # times of files are as coarse as that on some file system
 
 
 def known_digest(cache: WeightsCache, stamps: Iterable[str]) -> str | None:
-    """Return the digest of files with these stamps, if it was computed before."""
+    """Return the digest of the files with these stamps; None unless the digest of every file was noted
+    before.
+    """
     digests = [cache.digest_at(stamp) for stamp in stamps]
     known = [each for each in digests if each is not None]
     return _digest_of_all(known) if len(known) == len(digests) else None
@@ -27,9 +29,10 @@ def known_digest(cache: WeightsCache, stamps: Iterable[str]) -> str | None:
 def compute_digest(
     cache: WeightsCache, files: Mapping[Path, str], is_over: Callable[[], bool] = lambda: False
 ) -> str | None:
-    """Compute the digest of files, and note it. Return None if one is not as it was, or `is_over` meanwhile.
+    """Compute the digest of files and note it. Return None if a file has changed, or once `is_over` returns
+    True.
 
-    files: with the stamps that they had when they were opened first.
+    files: the stamp of each file when it was first opened.
     """
     digests = []
     for path, stamp in files.items():

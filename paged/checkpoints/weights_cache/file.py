@@ -46,7 +46,10 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies in a file. start: from the first tensor."""
+    """The place of a tensor in a file of packed weights.
+
+    start: its first byte, counted from the first tensor.
+    """
 
     dtype: str
     shape: list[int]
@@ -54,12 +57,15 @@ class TensorPlace(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the tensor."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * _dtype_of(self.dtype).itemsize
 
 
 class PackedFile(NamedTuple):
-    """An open file of packed weights, whose header is intact. begin: the byte of the first tensor."""
+    """An open file of packed weights with an intact header.
+
+    begin: the position of the first tensor in the file, in bytes.
+    """
 
     file: BinaryIO
     header: dict[str, Any]
@@ -67,12 +73,12 @@ class PackedFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all tensors, with what is between them."""
+        """The size of all tensors in bytes, with the padding between them."""
         return int(self.header["num_bytes"])
 
 
 def places_for(tensors: Sequence[Tensor]) -> tuple[list[TensorPlace], int]:
-    """Return where tensors will lie, and the bytes of all."""
+    """Return the place of each tensor in a file, and the size of all tensors in bytes."""
     places = []
     end = 0
     for tensor in tensors:
@@ -89,9 +95,9 @@ def write(
     tensors: Sequence[Tensor],
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Write a file; its header comes last. Raises OSError: InterruptedError if `is_over`.
+    """Write the tensors, then the header. Raises OSError, or InterruptedError once `is_over` returns True.
 
-    No operation of torch runs here: its threads would compete with those of a step.
+    No torch operation runs here, since torch's threads would compete with the threads of a step.
     """
     places, num_bytes = places_for(tensors)
     header = {**facts, "tensors": places, "num_bytes": num_bytes, "sums": "0" * 64}
@@ -146,7 +152,7 @@ def _sums(pages: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
 
 
 def read_header(file: BinaryIO) -> PackedFile:
-    """Read the header of a file. Raises CacheError for one that is damaged, or no such file."""
+    """Read the header of a file. Raises CacheError if it is damaged or not a file of packed weights."""
     try:
         fixed = file.read(_FIXED)
         length = int.from_bytes(fixed[8:16], "little")
@@ -174,14 +180,17 @@ def read_header(file: BinaryIO) -> PackedFile:
 
 
 class Listed(NamedTuple):
-    """Weights that are kept. title: what they are; None if the file is damaged."""
+    """One file of the cache, as `paged cache` lists it.
+
+    title: a description of the weights; None if the file is damaged.
+    """
 
     kept: Kept
     title: str | None
 
 
 def listed(cache: WeightsCache) -> Iterator[Listed]:
-    """Yield what is kept, the last used first."""
+    """Yield the files of the cache, the most recently used first."""
     for kept in cache.kept():
         title = None
         with suppress(CacheError), ExitStack() as stack:
@@ -192,11 +201,13 @@ def listed(cache: WeightsCache) -> Iterator[Listed]:
 
 
 class PackedTensors:
-    """The tensors of a file in memory, compared with their sums.
+    """The tensors of a file of packed weights in memory, verified by checksums.
 
-    is_mapped: whether they are the file's own pages, which all processes share. They are where these are huge
-    pages, or other processes have the file, too; else they are copied into huge pages, as weights are read
-    from end to end. Raises CacheError for damage, and OSError on a file system without mmap.
+    is_mapped: whether the tensors lie in the file's own pages, which all processes share. They do if these
+        are huge pages, or if other processes have opened the file too. Otherwise the tensors are copied into
+        huge pages, because weights are read from end to end in each step.
+
+    Raises CacheError for damage, and OSError on a file system without mmap.
     """
 
     def __init__(self, packed: PackedFile) -> None:

@@ -30,11 +30,14 @@ _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO is 
 
 
 class CacheError(Exception):
-    """What keeps a folder or a file of it from being used, as a clause."""
+    """The reason why a cache folder, or a file in it, cannot be used. The message is a clause."""
 
 
 class Kept(NamedTuple):
-    """A file of the cache. last_use: seconds since 1970."""
+    """A file of the cache.
+
+    last_use: when the file was last used, in seconds since 1970.
+    """
 
     path: Path
     num_bytes: int
@@ -43,12 +46,12 @@ class Kept(NamedTuple):
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, once in a process."""
+    """Log a warning unless this process has logged it before."""
     logger.warning(message)
 
 
 def default_place() -> Path | None:
-    """Return the folder in the user's cache; None without a home directory."""
+    """Return the default folder, in the user's cache; None if there is no home directory."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     with suppress(RuntimeError):
         # A relative path is to be ignored: https://specifications.freedesktop.org/basedir-spec/latest
@@ -57,7 +60,7 @@ def default_place() -> Path | None:
 
 
 class WeightsCache:
-    """The files of a folder. Raises CacheError for one that must not or cannot be used."""
+    """The files of a cache folder. Raises CacheError for a folder that must not or cannot be used."""
 
     def __init__(self, place: Path, *, create: bool = True) -> None:
         self.place = place
@@ -80,10 +83,10 @@ class WeightsCache:
 
     @classmethod
     def chosen(cls, option: str | bool | None, *, create: bool = True) -> Self | None:
-        """Return the cache that an option names; None without one. Warn once where it cannot be used.
+        """Return the cache for an option; None if it is turned off or unusable. Log why it is unusable, once.
 
-        option: a path; None takes the default folder; False none. create: make the folder; else it need not
-        be there.
+        option: the path of a folder; None takes the default folder; False turns the cache off.
+        create: whether to make the folder if it does not exist.
         """
         if option is False or (option is None and os.environ.get(OFF)):
             return None
@@ -105,17 +108,17 @@ class WeightsCache:
         return os.access(self.place, os.W_OK | os.X_OK)
 
     def path(self, name: str) -> Path:
-        """Return where weights of this name are kept."""
+        """Return the path of the file with this name."""
         return self.place / f"{name}{_SUFFIX}"
 
     def has_any(self, prefix: str) -> bool:
-        """Return whether weights are kept whose names begin so."""
+        """Return whether the cache has a file whose name begins with `prefix`."""
         return any(True for _ in self.place.glob(f"{prefix}*{_SUFFIX}"))
 
     def open(self, name: str, *, is_use: bool = True) -> BinaryIO | None:
-        """Open weights for reading, and note that they are used; None if there are none.
+        """Open a file for reading, and record its use; None if it does not exist.
 
-        Raises CacheError for what is not the user's own file.
+        Raises CacheError if the file does not belong to the user.
         """
         path = self.path(name)
         try:
@@ -138,7 +141,7 @@ class WeightsCache:
         return file
 
     def kept(self) -> list[Kept]:
-        """Return what is kept, the last used first."""
+        """Return the files of the cache, the most recently used first."""
         found = []
         for path in self.place.glob(f"*{_SUFFIX}"):
             with suppress(OSError):  # another process removes it
@@ -147,19 +150,19 @@ class WeightsCache:
         return sorted(found, key=lambda each: each.last_use, reverse=True)
 
     def remove(self, path: Path) -> None:
-        """Remove a file. Processes that have mapped it go on with it."""
+        """Remove a file. Processes that have mapped it can still use it."""
         with suppress(OSError):
             path.unlink()
 
     def describe_room(self, num_bytes: int) -> str:
-        """Say why so many bytes may not be kept."""
+        """Say why a file of num_bytes bytes may not be added."""
         return (
             f"{num_bytes / 1e9:,.3g} GB would be more than {KEPT_SHARE:.0%} of the "
             f"{self._most_bytes() / KEPT_SHARE / 1e9:,.3g} GB that are free"
         )
 
     def make_room(self, num_bytes: int) -> bool:
-        """Remove the least recently used until so many bytes more may be kept. Return whether they may."""
+        """Remove the least recently used files until num_bytes more fit. Return whether they fit."""
         most = self._most_bytes()
         if num_bytes > most:
             return False
@@ -178,11 +181,11 @@ class WeightsCache:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO | None]:
-        """Open a file that takes this name once the context ends; an error leaves nothing.
+        """Open a new file, which gets this name when the context ends without an error.
 
-        Yields None if another process writes it, or just has. The lock of a process ends with it, however it
-        ends, and what it has left unfinished is written over. Raises OSError, on a file system without locks
-        too.
+        Yields None if another process is writing this file or has just written it. A process that ends loses
+        its lock, and the next writer overwrites its unfinished file. Raises OSError, also on a file system
+        without locks.
         """
         self._remove_unfinished()
         unfinished = self.place / f"{name}{_UNFINISHED}"
@@ -208,7 +211,7 @@ class WeightsCache:
                     path.unlink()
 
     def digest_at(self, stamp: str) -> str | None:
-        """Return the digest that was noted of a file with this stamp."""
+        """Return the digest that was noted for a file with this stamp; None if there is none."""
         with suppress(OSError, ValueError):
             path = self._stamp_path(stamp)
             with os.fdopen(os.open(path, _OPEN), "rb") as file:
@@ -219,7 +222,7 @@ class WeightsCache:
         return None
 
     def note_digest(self, stamp: str, digest: str) -> None:
-        """Note the digest of a file with this stamp, as a whole or not at all. Raises OSError."""
+        """Note the digest of a file with this stamp, atomically. Raises OSError."""
         path = self._stamp_path(stamp)
         new = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
         try:

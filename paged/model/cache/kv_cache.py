@@ -21,7 +21,7 @@ DRAFT = "draft_"  # begins the names of a draft model's tensors
 
 
 class LayerCache(NamedTuple):
-    """One layer's part of the cache."""
+    """One layer's part of the KV cache."""
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, value_dim], maybe a view of key
@@ -32,15 +32,16 @@ class LayerCache(NamedTuple):
 class KVCache:
     """The cache of K and V in blocks. Memory is not initialised: a slot is written before it is read.
 
-    A block holds block_size tokens for the layers of one group, and any block serves any group: see
-    `CacheLayout`. group_of[layer] is the layer's group, and selects its block table. A layer without K and V
-    of its own has the group and the cache of the layer that it reads.
+    A block holds block_size tokens for the layers of one group; every block fits every group, see
+    `CacheLayout`. group_of[layer] is the layer's group, which selects the block table. A layer that reads the
+    K and V of another layer has that layer's group and cache.
 
     tensors: "kv" and, if the cache is quantised, "scales_H" for each number H of KV heads: [num_planes,
         num_blocks, numbers of a block]. Moving a block means moving it in all tensors.
     host: the same tensors for blocks in host memory.
     draft: the cache of a draft model in the same blocks. Moving a block moves this part too.
-    states: what layers keep of each sequence in place of K and V; None if the model has no such layers.
+    states: the recurrent states of layers that have them instead of K and V; None if the model has no such
+        layers.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class KVCache:
         return LayerCache(key, value, own[0], own[0 if shape.value_in_key else 1])
 
     def layer(self, index: int) -> LayerCache:
-        """Return one layer's part."""
+        """Return one layer's part of the cache."""
         return self._layers[index]
 
     def copy_blocks(
@@ -145,17 +146,17 @@ class KVCache:
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
-        """The cache's tensors, and those of the draft model under other names."""
+        """The tensors of this cache, and the draft model's tensors under other names."""
         of_draft = {} if self.draft is None else self.draft.tensors
         return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 
     @property
     def num_bytes(self) -> int:
-        """The size of all blocks on the device."""
+        """The size of all blocks on the device, in bytes."""
         return sum(tensor.nbytes for tensor, _ in self._pairs())
 
     def describe(self) -> str:
-        """Return blocks, tokens and bytes of the cache in one line."""
+        """Describe blocks, tokens and bytes of the cache in one line."""
         tokens = f"{self.num_blocks * self.block_size // self.num_groups:,} tokens"
         if self.num_groups > 1:  # windows free the blocks that fall out of them
             tokens = f"at least {tokens} in {self.num_groups} layer groups"

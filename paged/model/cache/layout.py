@@ -13,7 +13,7 @@ from ..part import ModelPart
 
 
 class Place(NamedTuple):
-    """The place in a block where the K or the V of a layer begins."""
+    """Where the K or the V of a layer begins in a block."""
 
     plane: int
     offset: int  # in a block of that plane, in numbers
@@ -21,12 +21,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The planes of the cache. A block of one layer group has a part in each of them.
+    """How blocks are laid out in memory, in one or more planes. Every block has a piece of each plane.
 
-    A part is the K or the V of one layer for all tokens of a block. If all parts of a model are equally
-    large, each has a plane of its own: [num_parts, num_blocks, part]. Otherwise there is one plane, and a
-    block's parts follow each other in it: [1, num_blocks, parts of the largest group]. A block takes the same
-    number of bytes in every group; blocks do not overlap.
+    A part of a block is the K or the V of one layer for all tokens of the block. If all parts have the same
+    size, each has its own plane: [num_parts, num_blocks, part]. Otherwise there is one plane, in which a
+    block's parts follow each other: [1, num_blocks, parts of the largest group]. A block takes the same
+    number of bytes in every group.
     """
 
     groups: tuple[LayerGroup, ...]  # by block table, of the whole model
@@ -38,7 +38,7 @@ class CacheLayout:
     def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
         """Lay out the cache of a model, or of a part of it, under the block tables of the whole model.
 
-        A shard keeps its heads, in blocks that hold as many tokens as those of one process.
+        A shard stores only its own heads; its blocks hold as many tokens as an undivided model's.
         """
         shapes = config.kv_shapes
         if part is not None:
@@ -49,17 +49,15 @@ class CacheLayout:
     def of_draft(cls, config: ModelConfig, block_size: int) -> CacheLayout:
         """Lay out the cache of a draft model.
 
-        All its layers share one block table, the one of the target model's sequences. Each layer reads only
-        the tokens in its window.
+        All layers of the draft model use one block table of the target model's sequences. Each layer reads
+        only the tokens in its window.
         """
         layers = tuple(i for i, attention in config.attentions.items() if attention.has_kv)
         return cls((LayerGroup(None, layers),), config.kv_shapes, block_size)
 
     @cached_property
     def layers(self) -> list[list[int]]:
-        """The layers with places in this cache, by group. A part of a model may have no layers
-        of some groups.
-        """
+        """The layers in this cache, by group. A part of a model may have no layers of some groups."""
         part = self.part
         return [[i for i in group.layers if part is None or i in part.layers] for group in self.groups]
 
@@ -78,17 +76,17 @@ class CacheLayout:
 
     @property
     def planes(self) -> tuple[int, int]:
-        """The number of planes, and how many numbers a block has in each."""
+        """The number of planes, and the numbers of a block in each plane."""
         if self.is_in_planes:
             return max(map(len, self._parts)), max(self._parts)[0]
         return 1, max(map(sum, self._parts))
 
     @property
     def scale_planes(self) -> dict[int, int]:
-        """The planes of scales, by their number of KV heads, if the cache is quantised.
+        """The number of planes of scales, by their number of KV heads, if the cache is quantised.
 
-        A plane has block_size scales for each head. Kernels require scales without gaps, so each number of
-        heads has a plane of its own.
+        A plane has block_size scales for each head. Kernels require scales without gaps, so layers with
+        different numbers of heads use different planes.
         """
         planes: dict[int, int] = {}
         for layers in self.layers:
@@ -98,7 +96,7 @@ class CacheLayout:
 
     @cached_property
     def places(self) -> dict[int, list[Place]]:
-        """The places of K, and of V unless it lies in K, for each layer that has K and V of its own."""
+        """The place of K, and of V unless V lies within K, for each layer with K and V of its own."""
         places: dict[int, list[Place]] = {}
         for layers, sizes in zip(self.layers, self._parts, strict=True):
             number = offset = 0
@@ -111,7 +109,7 @@ class CacheLayout:
         return places
 
     def block_bytes(self, element_bytes: int, scale_bytes: int) -> int:
-        """Return the bytes of a block.
+        """Return the size of a block in bytes.
 
         scale_bytes: the bytes of one scale; 0 if the cache is not quantised.
         """

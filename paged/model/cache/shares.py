@@ -22,7 +22,7 @@ Blocks = Mapping[str, Tensor]  # [num_planes, num_blocks, numbers of a block] by
 def empty_blocks(
     config: ModelConfig, block_size: int, num_blocks: int, dtype: torch.dtype, part: ModelPart | None = None
 ) -> KVCache:
-    """Return zeroed host blocks with the cache layout of the whole model or of a part."""
+    """Return zeroed blocks in host memory, with the cache layout of the whole model or of a part."""
     layout = CacheLayout.of(config, block_size, part)
     cache = KVCache(config, num_blocks, block_size, dtype, torch.device("cpu"), layout=layout)
     for tensor in cache.tensors.values():
@@ -33,9 +33,10 @@ def empty_blocks(
 def join_blocks(
     config: ModelConfig, block_size: int, groups: Sequence[int], parts: Iterable[tuple[ModelPart, Blocks]]
 ) -> dict[str, Tensor]:
-    """Join the blocks of all parts into blocks of the whole model. Each part has its own layers and heads.
+    """Join the blocks of all parts of a model, each with its own layers and heads, to blocks of the whole
+    model.
 
-    groups: the layer group of each block. Numbers that belong to no layer are zero.
+    groups: the layer group of each block. Space that belongs to no layer is zero.
     """
     whole: KVCache | None = None
     for part, blocks in parts:

@@ -17,16 +17,16 @@ Move = tuple[int, int]  # from, to: slots
 
 
 class LayerStates(NamedTuple):
-    """The states of one layer."""
+    """The recurrent states of one layer."""
 
     last_inputs: Tensor  # [num_slots, width - 1, columns], of the convolution, in the dtype of activations
     matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
 
 
 class Run(NamedTuple):
-    """Moves that may be made at once: no slot is both read and written, or written twice.
+    """Consecutive moves that can be made at once: no slot is both read and written, or written twice.
 
-    first, end: which of the moves.
+    first, end: the range of the moves.
     """
 
     first: int
@@ -36,12 +36,14 @@ class Run(NamedTuple):
 
 
 class StateCache:
-    """The states of sequences, by slot and layer. Memory is not initialised: a sequence begins with zeros.
+    """The recurrent states of sequences, by layer and slot. Memory is not initialised: kernels start a new
+    sequence from zeros.
 
-    The first slots are seats; those behind them are in host memory.
+    The first num_slots slots are the seats of running requests, on the device. Further slots are in host
+    memory.
 
-    tensors: "last_inputs" and, where layers have them, "matrices": [num_layers, num_slots, numbers].
-    host: the same tensors for slots in host memory.
+    tensors: "last_inputs" and, if the layers have them, "matrices": [num_layers, num_slots, numbers].
+    host: the same tensors for the slots in host memory.
     """
 
     def __init__(
@@ -77,16 +79,16 @@ class StateCache:
             self._layers[layer] = LayerStates(views["last_inputs"], views.get("matrices"))
 
     def layer(self, index: int) -> LayerStates:
-        """Return one layer's states."""
+        """Return the states of one layer."""
         return self._layers[index]
 
     @property
     def num_bytes(self) -> int:
-        """The size of all slots on the device."""
+        """The size of all slots on the device, in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
-        """Return the moves with slots in host memory counted from 0, and the runs of those made at once."""
+        """Return the moves, host slots counted from 0, and the runs of moves that can be made at once."""
         most = self.num_slots
         counted = [(source % most, target % most) for source, target in moves]
         return counted, runs_of(moves, most)
@@ -97,7 +99,7 @@ class StateCache:
         runs: Sequence[Run],
         kernels: Kernels,
     ) -> None:
-        """Make moves, in their order."""
+        """Make the moves in order, run by run."""
         for first, end, from_host, to_host in runs:
             for name, tensor in self.tensors.items():
                 source = self.host[name] if from_host else tensor
@@ -108,14 +110,17 @@ class StateCache:
 
 
 def states_of(config: ModelConfig, part: ModelPart | None) -> dict[int, StateSpec]:
-    """Return the states that a part of a model keeps, by layer; None: the whole model."""
+    """Return the states that a part of a model keeps, by layer. None stands for the whole model."""
     if part is None:
         return config.states
     return {layer: part.shard.state(spec) for layer, spec in config.states.items() if layer in part.layers}
 
 
 def runs_of(moves: Sequence[Move], num_slots: int) -> list[Run]:
-    """Divide moves into runs, in their order. num_slots: those on the device."""
+    """Divide moves, in order, into runs that can be made at once.
+
+    num_slots: the number of slots on the device.
+    """
     runs: list[Run] = []
     read: set[int] = set()
     written: set[int] = set()

@@ -88,7 +88,7 @@ class Attention(Loadable):
             self.value_norm = RMSNorm(self.head_dim, eps, kernels, name=None)
 
     def load(self, loader: Loader) -> None:
-        """Read the sinks and the scales of the cache."""
+        """Read the sinks, and the scales of a quantised cache."""
         super().load(loader)
         scales = loader.kv_scales.get(self.layer, self.kv_scales)
         heads = slice(self.kv_heads.start, self.kv_heads.stop)
@@ -97,9 +97,10 @@ class Attention(Loadable):
     def project(
         self, hidden: Tensor, rows: TokenRows, batch: Batch, kv_cache: KVCache
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, head_dim]
-        """Write K and V of the new tokens into the cache, if the layer has its own. Return their queries.
+        """Write K and V of the new tokens into the cache, if the layer has its own. Return the tokens'
+        queries.
 
-        Where queries have gates, these are as many heads before them.
+        If queries have gates, the gates come first, as num_heads further heads.
         """
         angles = rows.angles[self.rope]
         made: Tensor = self.qkv(hidden, rows.adapters)

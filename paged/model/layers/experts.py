@@ -21,7 +21,7 @@ from .norms import RMSNorm
 
 
 class ExpertRouter(Linear):
-    """The router: computes the logits of experts in float32, and holds the numbers that modify the choice."""
+    """The router: computes the experts' logits in float32, and holds the numbers that modify the choice."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
         stored = StoredRows({f"{LAYERS}{layer}.mlp.{spec.router}": spec.num_experts})
@@ -45,7 +45,8 @@ class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
     While loading, each projection of an expert is a `Linear`, so that experts are read, quantised and
-    converted like other weights, one matrix at a time. Afterwards one grouped product takes them together.
+    converted one matrix at a time, like other weights. Afterwards one grouped product multiplies by all of
+    them.
     """
 
     gate_up_form: ExpertsForm
@@ -81,10 +82,11 @@ class Experts(ManyExperts):
             self.shared_gate = Linear(config.hidden_size, stored, bias=False, role="router")
 
     def forward(self, hidden: Tensor, routed_by: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-        """Return what experts make of hidden states [num_tokens, hidden_size].
+        """Return the weighted sum of the experts' outputs for hidden states [num_tokens, hidden_size].
 
-        routed_by: what the router chooses by; None: by the same.
-        count: `Batch.real_count`: other tokens have no experts, whose weights they would read.
+        routed_by: the router's input; None if it is `hidden`.
+        count: `Batch.real_count`. Tokens beyond it are padding and get no experts, so that no weights are
+            read for them.
         """
         spec = self.spec
         kernels = self.kernels
@@ -114,13 +116,13 @@ class Experts(ManyExperts):
         return (self.kernels.silu_and_mul if is_silu else self.kernels.gelu_and_mul)(inner)
 
     def finish_loading(self) -> None:
-        """Take the weights of all experts together."""
+        """Join the weights of all experts."""
         self.gate_up_form = _together(self.gate_up, self.kernels)
         self.down_form = _together(self.down, self.kernels)
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts launch our kernels only."""
+        """Whether the products of experts launch only our own kernels."""
         return self.gate_up_form.is_recordable and self.down_form.is_recordable
 
 
@@ -142,9 +144,11 @@ def _together(experts: Iterable[Linear], kernels: Kernels) -> ExpertsForm:
 
 
 class ExpertsBeside(nn.Module):
-    """The experts of Gemma 4. They read the residual beside the MLP, and their output is added to the MLP's.
+    """The experts of Gemma 4. They read the residual, as the MLP does, and their output is added to the
+    MLP's.
 
-    Both outputs are normalised before that, and the input of the experts by another norm than the MLP's.
+    Each output is normalised before the addition. The inputs of the experts and of the MLP have different
+    norms.
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, spec: ExpertsSpec) -> None:
@@ -161,7 +165,7 @@ class ExpertsBeside(nn.Module):
         self.after_mlp = norm_of("post_feedforward_layernorm_1")
 
     def forward(self, out: Tensor, residual: Tensor, count: Tensor | None = None) -> Tensor:
-        """Turn the MLP's output, in place, into the sum of both."""
+        """Add the experts' output for `residual` to the MLP's output `out`, in place. Return `out`."""
         self.after_mlp.into(out, out)
         self.after.into(self.experts(self.before(residual), residual, count), out, add=True)
         return out

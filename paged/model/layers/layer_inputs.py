@@ -15,10 +15,11 @@ from .norms import RMSNorm
 
 
 class PerLayerEmbeddings(nn.Module):
-    """The per-layer vectors of each token: a separate embedding, plus a projection of the usual one.
+    """The per-layer vectors of each token: a separate embedding, plus a projection of the usual embedding.
 
     transformers multiplies the projection by hidden_size ** -0.5 before its norm; here the norm's eps
-    accounts for that. It multiplies the sum by 2 ** -0.5; here the norm in `PerLayerGate` does.
+    accounts for that factor. transformers multiplies the sum by 2 ** -0.5; here the norm in `PerLayerGate`
+    accounts for that.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels, shard: Shard) -> None:
@@ -54,9 +55,9 @@ class PerLayerEmbeddings(nn.Module):
 
 
 class PerLayerGate(nn.Module):
-    """residual += norm(W gelu(G residual) * x), where x is the layer's vector of each token.
+    """Adds norm(W (gelu(G residual) * x)) to the residual, where x is the layer's vector of each token.
 
-    part: of the model, whose first layer is the first one of which `forward` gets inputs.
+    part: the part of the model. The inputs of `forward` begin with its first layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, part: ModelPart) -> None:
@@ -84,7 +85,8 @@ class PerLayerGate(nn.Module):
     def forward(self, inputs: Tensor, residual: Tensor, adapters: Tensor | None = None) -> None:
         """Update the residual [num_tokens, hidden_size] in place.
 
-        inputs: the vectors of this part's layers. adapters: see `Batch`.
+        inputs: the per-layer vectors of this part's layers.
+        adapters: see `Batch`.
         """
         gate = self.per_layer_input_gate(residual, adapters)
         gated = self.kernels.gelu_and_mul(gate, inputs[:, self.columns])

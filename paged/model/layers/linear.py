@@ -26,8 +26,9 @@ class AddsAdapters(Protocol):
 class Linear(Loadable):
     """y = x Wᵀ + b. The layer can be called once its weight has been converted to a `WeightForm`.
 
-    role: "gated" if the first half of the outputs are the gates of the second; the form may apply them.
-    num_precise: in an int4 model, the weight rows of this many last outputs are in int8.
+    role: "gated" if the first half of the outputs are gates for the second half; the form may apply the gates
+        itself.
+    num_precise: in an int4 model, the weights of this many last outputs are in int8.
     lora: the matrices of LoRA adapters; None: the layer takes none.
     """
 
@@ -64,7 +65,7 @@ class Linear(Loadable):
         self.take_form(loader.form(self.stored, self.weight, self.role, self.num_precise))
 
     def take_form(self, form: WeightForm) -> None:
-        """Replace the weight by its form."""
+        """Replace the weight parameter by a form of the weight."""
         self.form = form
         del self.weight
         if self.bias is not None:
@@ -72,7 +73,7 @@ class Linear(Loadable):
 
 
 class Embedding(Loadable):
-    """Lookup of token ids in a table. Like `Linear`, its weight is converted to a form when loaded.
+    """Looks up token ids in a table. As in `Linear`, the weight is converted to a `WeightForm` when loaded.
 
     shard: the shard of the rows that this process holds.
     """
@@ -103,7 +104,7 @@ class Embedding(Loadable):
 
 
 def require_whole_groups(model: nn.Module) -> None:
-    """Raise ConfigError for a layer whose inputs do not divide into int4 groups."""
+    """Raise ConfigError for a layer whose inputs cannot be divided into int4 groups."""
     from ..weights.quantization import Int4Weight
 
     size = Int4Weight.GROUP

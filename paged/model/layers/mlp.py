@@ -17,7 +17,7 @@ from .linear import Linear
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), where act is silu or GELU (Shazeer 2020).
 
-    Gate and up are one matrix product, which may apply silu(gate) * up itself.
+    Gate and up are computed by one matrix product. Its kernel may apply silu(gate) * up itself.
     """
 
     def __init__(
@@ -88,24 +88,22 @@ def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, 
 
 
 def is_precise(layer: int, num_layers: int) -> bool:
-    """Return whether `down` of a layer has more bits: in the half that llama.cpp's Q4_K_M chooses too.
+    """Return whether `down` of a layer gets more bits, as in llama.cpp's Q4_K_M.
 
-    It is the first and last eighth of the layers, and every third one between.
+    It does in the first and last eighth of the layers, and in every third layer between: half of all.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 class ManyExperts(nn.Module):
-    """The decoder's interface to experts, see `experts.Experts`. Models without experts do not import that
-    module.
-    """
+    """The interface of `experts.Experts`, so that models without experts need not import that module."""
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts need no torch operation."""
+        """Whether the products of experts launch only our own kernels."""
         raise NotImplementedError
 
     def finish_loading(self) -> None:
-        """Take the experts' weights together, once all are loaded."""
+        """Join the experts' weights, once all are loaded."""
         raise NotImplementedError

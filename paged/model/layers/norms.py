@@ -14,8 +14,8 @@ from ..weights.loading import Loadable
 class RMSNorm(Loadable):
     """Root mean square normalisation, see `kernels.rms_norm`.
 
-    name: the name of its weight in a checkpoint; None: the weight is 1.
-    index: the order in which the stored weight's entries are read.
+    name: the name of its weight in a checkpoint; None if the norm has no weight.
+    index: the order in which the entries of the stored weight are read.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RMSNorm(Loadable):
         return self.kernels.rms_norm(x, self.weight, self.eps, residual, unit_offset=self.unit_offset)
 
     def into(self, x: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Write the norm of x into `out`, or add it, see `kernels.rms_norm_into`."""
+        """Write the norm of x into `out`, or add it to `out`; see `kernels.rms_norm_into`."""
         self.kernels.rms_norm_into(x, self.weight, self.eps, out, unit_offset=self.unit_offset, add=add)
 
 
@@ -57,7 +57,7 @@ class LayerNorm(Loadable):
 
 
 def new_norm(spec: NormSpec, size: int, kernels: Kernels, name: str) -> RMSNorm | LayerNorm:
-    """Make a norm over vectors of this size, with this name in a checkpoint."""
+    """Make a norm over vectors of this size. `name` is its name in a checkpoint."""
     if spec.subtracts_mean:
         return LayerNorm(size, spec.eps, kernels, name)
     return RMSNorm(size, spec.eps, kernels, name, unit_offset=spec.unit_offset)

@@ -18,9 +18,9 @@ from ..batch import Batch
 
 
 class Angles(NamedTuple):
-    """The cosines and sines that rotate each token's query and key, and the factor of its query.
+    """The cosines and sines that rotate each token's query and key, and a factor for each query.
 
-    query_factors: multiply each token's queries; None: all of them are 1.
+    query_factors: each token's queries are multiplied by its factor; None if all factors are 1.
     """
 
     cos: Tensor  # f32[num_tokens, head_dim // 2]
@@ -38,7 +38,7 @@ class Angles(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles of every token's position, computed once per step for all layers with these frequencies."""
+    """The angles of every token, computed once per step for all layers with these frequencies."""
 
     inv_freq: Tensor  # f32[rotary_dim // 2]
     long_inv_freq: Tensor  # like inv_freq, for positions from long_offset on, if that is not 0
@@ -61,7 +61,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def is_tabulated(self) -> bool:
-        """Whether a step takes its angles from a table."""
+        """Whether steps take the angles from a precomputed table."""
         return self._table is not None
 
     def tabulate(self, num_positions: int) -> None:
@@ -130,7 +130,7 @@ Length = TypeVar("Length", Tensor, float)
 
 
 def dynamic_base(rope: RopeConfig, rotary_dim: int, trained: int, length: Length) -> Length:
-    """Return the base of dynamic RoPE for sequences of this length, which is at least the trained one."""
+    """Return the base of dynamic RoPE for sequences of `length` tokens, at least the trained length."""
     stretch = rope.factor * length / trained - (rope.factor - 1)
     base: Length = rope.theta * stretch ** (rotary_dim / (rotary_dim - 2))
     return base
@@ -216,8 +216,8 @@ def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
     """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
 
-    Dimensions that are not rotated are the last ones of each half. Returns None if the checkpoint's order is
-    right already.
+    The dimensions that are not rotated come last in each half. Returns None if the checkpoint's order already
+    is this order.
     """
     rotary_dim = rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not rope.interleaved:
@@ -230,11 +230,11 @@ def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head
 
 
 class TokenRows(NamedTuple):
-    """Values that every layer gets for each token: row i belongs to token i.
+    """Per-token inputs of every layer: row i belongs to token i.
 
-    angles: of each rotary embedding of the model.
-    inputs: of all layers, see PerLayerEmbeddings; None: the model has none.
-    real_count, adapters: as of a `Batch`.
+    angles: the angles of each rotary embedding of the model.
+    inputs: the per-layer vectors of all layers, see PerLayerEmbeddings; None if the model has none.
+    real_count, adapters: see `Batch`.
     """
 
     angles: Sequence[Angles]

@@ -23,16 +23,16 @@ from .rotary import TokenRows
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:
-    """Make the part of a layer that has a state, in which tokens see each other."""
+    """Make the recurrent sublayer of a layer that has a state instead of attention."""
     kind = config.states[layer].kind
     return (GatedDelta if kind == "delta" else ShortConv)(config, layer, kernels, shard)
 
 
 class StateLayer(nn.Module):
-    """What a decoder layer has in place of attention, with its two steps.
+    """A recurrent sublayer, in place of attention, called in two steps.
 
-    `project` computes all up to the last product and brings the states of the sequences forward; `attend` is
-    that product, which only some tokens may need.
+    `project` computes everything up to the output projection, and updates the states of the sequences.
+    `attend` applies the output projection, which only some of the tokens may need.
     """
 
     output: Linear
@@ -51,17 +51,17 @@ class StateLayer(nn.Module):
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, value_dim]
-        """Bring the states forward by the new tokens. Return what they give."""
+        """Update the states with the new tokens. Return the tokens' outputs before the output projection."""
         assert kv_cache.states is not None, "a model with states has a cache of them"
         assert batch.seats is not None, "the batch of such a model says where they are"
         return self.advance(hidden, kv_cache.states.layer(self.layer), batch.seats, batch.queries)
 
     def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
-        """Do what `project` does with the states of this layer."""
+        """Do the work of `project` with the states of this layer."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
-        """Apply the last product: [n, num_heads, value_dim] -> [n, hidden_size]."""
+        """Apply the output projection: [n, num_heads, value_dim] -> [n, hidden_size]."""
         return gather(self.output(gather(query.flatten(1), self.shard)), self.shard)
 
     def _new_output(self, config: ModelConfig, name: str, num_inputs: int, *, bias: bool) -> Linear:
@@ -72,7 +72,7 @@ class StateLayer(nn.Module):
 
 
 class GatedDelta(StateLayer):
-    """The gated delta rule (Yang et al. 2024) behind a short convolution, as in Qwen3-Next and Qwen3.5."""
+    """A short convolution, then the gated delta rule (Yang et al. 2024), as in Qwen3-Next and Qwen3.5."""
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__(config, layer, kernels, shard)
@@ -144,7 +144,7 @@ class ShortConv(StateLayer):
 
 
 class ConvWeight(Loadable):
-    """The weights of a convolution of each column by itself, f32[width, columns]."""
+    """The weights of a depthwise convolution (one filter per column), f32[width, columns]."""
 
     def __init__(self, stored: StoredRows, width: int, *, bias: bool) -> None:
         super().__init__(stored)
@@ -160,7 +160,7 @@ class ConvWeight(Loadable):
 
 
 class Decay(Loadable):
-    """How fast the states of heads decay: by e^(rate softplus(a + dt_bias)), where rate is -e^A_log."""
+    """The decay of each head's state: a factor e^(rate softplus(a + dt_bias)) with rate -e^A_log."""
 
     rates: Tensor
 

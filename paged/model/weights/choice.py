@@ -30,14 +30,16 @@ MakeCodedForm = Callable[..., WeightForm]  # of a CodedWeight and its role, and 
 
 @dataclass(frozen=True)
 class Forms:
-    """Chooses the form of a weight by its stored format and its role.
+    """Chooses the form of a weight (its layout in memory, and the kernel of its products) by its stored
+    format and its role.
 
-    The forms of embeddings and tables are `TableForm`s. The head's form may return float32; the gated form
+    Embeddings and tables get a `TableForm`. The form of a head may return float32; the form of a gated layer
     may apply silu(gate) * up itself.
 
-    of_precise: rows of a layer that lose too much in its form; None: no rows do.
-    num_shards: into how many each weight is divided; None: no form depends on the other shards, as none is in
-        panels.
+    of_precise: makes the form of the rows that would lose too much precision in their layer's form; None if
+        there are no such rows.
+    num_shards: the number of shards of each weight; None if weights are not packed into panels. Only forms in
+        panels depend on the other shards.
     """
 
     of_floats: Mapping[Role, MakeForm]
@@ -59,8 +61,8 @@ class Forms:
     ) -> WeightForm:
         """Make the form of a weight.
 
-        num_precise: how many of its last rows take the form `of_precise`.
-        read_whole: reads the whole weight that this one is a shard of; see `WholeWeight`.
+        num_precise: how many of the last rows get the form `of_precise`.
+        read_whole: reads the whole weight, of which `weight` is a shard; see `WholeWeight`.
         """
         given = {}
         if self.num_shards is not None:
@@ -78,9 +80,7 @@ class Forms:
         return JoinedForm([(make(weight[:num_others]), num_others), (precise, num_precise)])
 
     def split(self, num_rows: int, num_precise: int) -> tuple[int, int]:
-        """Return how many rows of a float weight take the form of their role, and how many take
-        the other one.
-        """
+        """Return how many rows of a float weight get the form of their role, and how many `of_precise`."""
         if self.of_precise is None:
             num_precise = 0
         return num_rows - num_precise, num_precise
@@ -98,13 +98,12 @@ def choose_forms(
 ) -> Forms:
     """Choose the forms for float weights of this dtype on this device.
 
-    in_panels: multiply by the CPU backend's own kernels rather than torch's. has_coded_linear: the backend
-        has kernels for weights in codes. num_shards: into how many each weight is divided.
+    in_panels: whether the CPU backend's own kernels multiply, instead of torch's. has_coded_linear: whether
+        the backend has kernels for quantised weights. num_shards: the number of shards of each weight.
 
-    A quantised model has its output head in int8, and so a tied embedding; this costs next to nothing in
-    perplexity. An untied embedding stays in floating point, as it is only looked up. In an int4 model, the
-    most sensitive weights are in int8 too: the value projections of attention, which are few, and `down` in
-    half of the layers.
+    A quantised model has its output head in int8, and a tied embedding too; the perplexity hardly changes. An
+    untied embedding stays in floating point, since it is only looked up. In an int4 model, the most sensitive
+    weights are in int8 too: attention's value projections, which are small, and `down` in half of the layers.
 
     Raises ConfigError if weights cannot be quantised.
     """

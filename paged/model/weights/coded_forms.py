@@ -18,7 +18,7 @@ _TILE_ELEMENTS = 2**19  # of a tile in floats, so that it stays in a cache
 
 
 class CodedProduct(TableForm):
-    """A weight in codes; codes of 4 bits are kept two to a byte."""
+    """A weight in codes that torch decodes in each product. 4-bit codes are stored two to a byte."""
 
     gated = is_recordable = False
 

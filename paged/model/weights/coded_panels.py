@@ -22,7 +22,7 @@ _NUMBERS_AT_A_TIME = 2**22  # that are converted: they take little memory
 
 
 class PanelInt8Weight(PanelWeight):
-    """Symmetric int8, one scale for an output: see Int8Weight."""
+    """Symmetric int8 in panels, with one scale per output; see Int8Weight."""
 
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         plain = Int8Weight(weight)
@@ -30,7 +30,7 @@ class PanelInt8Weight(PanelWeight):
 
 
 class PanelInt4Weight(PanelWeight):
-    """int4 with a scale and a zero for every GROUP inputs: see Int4Weight."""
+    """int4 in panels, with a scale and a zero point per GROUP inputs; see Int4Weight."""
 
     GROUP = Int4Weight.GROUP
 
@@ -42,7 +42,7 @@ class PanelInt4Weight(PanelWeight):
 
 
 class PanelCodes(PanelWeight):
-    """A weight in the codes and factors of its file; it must be `keepable`."""
+    """A weight in panels, with the codes and factors of its file. It must be `keepable`."""
 
     def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -62,7 +62,7 @@ class PanelCodes(PanelWeight):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether products need no torch, which orders inputs."""
+        """Whether products need no torch operation. Torch is needed only to reorder inputs."""
         return self.order is None and super().is_recordable
 
     def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -74,9 +74,10 @@ class PanelCodes(PanelWeight):
 
 
 def keepable(weight: CodedWeight, whole: WholeWeight = ALONE) -> CodedWeight | None:
-    """Return the weight in codes that PanelCodes can keep, with the same numbers; None if there are none.
+    """Return the weight in codes that PanelCodes can store and that has the same numbers; None if there are
+    none.
 
-    whole: the whole weight, if this may be a shard: either all of it is kept or nothing.
+    whole: the whole weight, if this is a shard of it. Either all shards keep their codes or none does.
     """
     group = group_of(weight.group)
     if group < LEAST_GROUP:
@@ -130,7 +131,7 @@ def _out_dtype_of(role: Role) -> torch.dtype | None:
 
 
 class CodedForms:
-    """Makes the forms of weights in codes: the codes as they are if kernels can read them, else floats.
+    """Makes the forms of quantised weights: the stored codes if kernels can read them, else floats.
 
     dtype: the dtype of the model.
     """

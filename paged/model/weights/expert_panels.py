@@ -14,7 +14,7 @@ from .forms import ExpertsForm
 
 
 class InPanels(Protocol):
-    """The form of one expert's weight, as `panels.PanelWeight` is."""
+    """The form of one expert's weight, as `panels.PanelWeight` has it."""
 
     panels: Panels
     padded_bias: Tensor | None
@@ -26,7 +26,7 @@ class InPanels(Protocol):
 
 
 class PanelExperts(ExpertsForm):
-    """The weights of experts in panels, multiplied by one launch."""
+    """The weights of all experts in panels. One launch computes their products."""
 
     def __init__(self, forms: Sequence[InPanels], *, with_bias: bool) -> None:
         first = forms[0]

@@ -18,13 +18,13 @@ Role = Literal["layer", "gated", "router", "head", "embedding", "table"]
 
 
 class WeightForm(Protocol):
-    """A weight [out_features, in_features], laid out for the product y = x Wᵀ + b."""
+    """A weight [out_features, in_features] in memory, laid out for the product y = x Wᵀ + b."""
 
     gated: bool  # whether the product is silu(gate) * up, which has half as many columns
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a recorded step can replay the product: it may launch only our own kernels."""
+        """Whether a recorded step can replay the product: it must launch only our own kernels."""
 
     def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
         """Prepare the bias that every product will add. Most forms need no preparation."""
@@ -37,9 +37,7 @@ class WeightForm(Protocol):
         """
 
     def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Store the product in `out`, whose rows may be apart. For a recordable form, the kernel itself
-        writes there.
-        """
+        """Store the product in `out`, whose rows may be apart. A recordable form stores it directly."""
         out.copy_(self(x, bias))
 
     def of_experts(
@@ -48,15 +46,15 @@ class WeightForm(Protocol):
         biases: Sequence[Tensor] | None,
         kernels: Kernels,
     ) -> ExpertsForm:
-        """Return one form for the weights of all experts, of which this one is the first.
+        """Return one form for the weights of all experts. This form is the first expert's.
 
-        By default it computes one product for each expert.
+        By default it computes a separate product for each expert.
         """
         return EachExpert(forms, biases, kernels)
 
 
 class ExpertsForm(Protocol):
-    """The weights of experts, laid out for the products of rows that are sorted by expert."""
+    """The weights of all experts, laid out for products of rows that are sorted by expert."""
 
     gated: bool  # as that of a WeightForm
     is_recordable: bool
@@ -66,9 +64,9 @@ class ExpertsForm(Protocol):
 
 
 class EachExpert(ExpertsForm):
-    """Weights of any forms, each multiplied separately, because no kernel takes them together.
+    """Weights of any forms. Each is multiplied separately, because no kernel multiplies by all of them.
 
-    Some may be gated and others not, as the gate and up of one expert may be stored in two formats.
+    Some may be gated and others not, since one expert's gate and up may be stored in two formats.
     """
 
     is_recordable = False
@@ -98,7 +96,7 @@ class EachExpert(ExpertsForm):
 
 
 class StackedExperts(ExpertsForm):
-    """Weights as they were loaded, one after the other, for the kernels of a GPU."""
+    """Stacked weights of all experts in their loaded dtype, for the kernels of a GPU."""
 
     gated = is_recordable = False
 
@@ -115,11 +113,11 @@ class TableForm(WeightForm, Protocol):
     """A weight [vocab_size, hidden_size] that also serves as an embedding table."""
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Look up i64[n] -> [n, hidden_size], in the dtype of the model."""
+        """Look up rows: i64[n] -> [n, hidden_size], in the dtype of the model."""
 
 
 class PlainWeight(TableForm):
-    """A weight as it was loaded."""
+    """A weight as it was loaded, multiplied by torch."""
 
     gated = is_recordable = False
 
@@ -135,7 +133,7 @@ class PlainWeight(TableForm):
     def of_experts(
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
-        """Stack the weights. Each form gives its own up, so that only one is in memory twice."""
+        """Stack the weights. Each form frees its own weight, so that only one is in memory twice."""
         plain = [form for form in forms if isinstance(form, PlainWeight)]
         if not kernels.has_grouped_linear or len(plain) < len(forms):
             return EachExpert(forms, biases, kernels)
@@ -147,9 +145,7 @@ class PlainWeight(TableForm):
 
 
 class Float32Weight(PlainWeight):
-    """A weight kept in float32, whose products are computed in float32 for x of any dtype: a
-    router's logits.
-    """
+    """A weight in float32 with float32 products for x of any dtype, as for a router's logits."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.float())
@@ -159,9 +155,7 @@ class Float32Weight(PlainWeight):
 
 
 class Float32Product(PlainWeight):
-    """A 16-bit weight whose product stays in float32 as cuBLAS sums it, instead of being rounded and
-    converted back.
-    """
+    """A 16-bit weight whose product stays in float32, as cuBLAS computes it, without rounding."""
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
@@ -169,9 +163,7 @@ class Float32Product(PlainWeight):
 
 
 class PackedWeight(WeightForm):
-    """A weight in oneDNN's layout, which is 2 to 3 times faster up to a few dozen rows. Requires
-    `can_pack`.
-    """
+    """A weight in oneDNN's layout, 2 to 3 times faster for up to a few dozen rows. Requires `can_pack`."""
 
     gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
@@ -188,7 +180,7 @@ class PackedWeight(WeightForm):
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this torch packs linear layers on this CPU.
 
-    The operations are private to torch, so they are tried out rather than assumed.
+    The operations are private to torch, so this function tries them out.
     """
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if device.type != "cpu" or dtype == torch.float16 or not has_onednn:
@@ -201,7 +193,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class JoinedForm(WeightForm):
-    """Rows of a weight in several forms, whose products are placed side by side."""
+    """A weight whose rows have several forms. The products are placed side by side."""
 
     gated = False
 
@@ -212,7 +204,7 @@ class JoinedForm(WeightForm):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether all forms are."""
+        """Whether all of the forms are recordable."""
         return all(form.is_recordable for form in self.forms)
 
     def lay_out(self, bias: Tensor) -> None:

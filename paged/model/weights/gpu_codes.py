@@ -35,7 +35,7 @@ _PART_ELEMENTS = 2**24
 
 
 class PackedCodesWeight(TableForm):
-    """A weight in codes, packed for the kernels. It can be looked up. A head's products are float32."""
+    """A quantised weight, packed for the GPU kernels. A head's products are float32."""
 
     gated = is_recordable = False
 
@@ -59,7 +59,7 @@ class PackedCodesWeight(TableForm):
     def of_experts(
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
-        """Stack the weights. Each form gives its own up, so that only those of one layer are there twice."""
+        """Stack the weights. Each form frees its own, so that only one layer's are in memory twice."""
         layout = self.packed.layout
         alike = [
             form for form in forms if isinstance(form, PackedCodesWeight) and form.packed.layout == layout
@@ -75,7 +75,7 @@ class PackedCodesWeight(TableForm):
 
 
 class CodedExperts(ExpertsForm):
-    """The weights of experts in codes, packed for the kernels one after the other."""
+    """The quantised weights of all experts, packed for the GPU kernels one after the other."""
 
     gated = is_recordable = False
 
@@ -116,7 +116,7 @@ def _in_stored_order(x: Tensor, orders: Tensor, offsets: Tensor, sources: Tensor
 
 
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
-    """Make the form of a weight in codes; that of torch for groups and tables that no kernel is made for."""
+    """Make the form of a quantised weight: torch's if no kernel supports its groups or its table."""
     takes = can_pack_codes(weight.stored, weight.factors.scale, weight.table)
     if takes and weight.factors.scale_divisor is not None:
         _log_once("scales with a divisor, as compressed-tensors has in NVFP4, are kept in float32 on a GPU")
@@ -129,12 +129,12 @@ def _log_once(text: str) -> None:
 
 
 def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:
-    """Make the form of a weight in floats, `quantized`."""
+    """Quantise a weight in floats by `quantized`. Return its form."""
     return PackedCodesWeight(quantized(name, weight), role, dtype=weight.dtype)
 
 
 def quantized(name: str, weight: Tensor) -> CodedWeight:
-    """Quantise a weight in floats to "int8" or "int4" of `quantization`, on its device."""
+    """Quantise a float weight to "int8" or "int4" of `quantization.py`, on the weight's device."""
     return _int8(weight) if name == "int8" else _int4(weight)
 
 

@@ -24,30 +24,30 @@ _ROOMS = ("architectures", "checkpoints", "kernels", "model")  # whose code deci
 
 
 class KeptError(Exception):
-    """Kept weights are not those of the model that is loaded."""
+    """The stored packed weights do not match the model that is loaded."""
 
 
 class Tensors(Protocol):
-    """The tensors of kept weights by their number."""
+    """The tensors of stored packed weights, by number."""
 
     def __getitem__(self, index: int) -> Tensor: ...
 
 
 class KeepsWeights(Protocol):
-    """Keeps the weights of a model as they are packed, for the next start."""
+    """Stores a model's packed weights for the next start, and loads them."""
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the kept weights, or else the checkpoint's. Return False if neither was done."""
+        """Load the stored weights, or else the checkpoint's. Return False if neither could be loaded."""
 
     def start_keeping(self) -> None:
-        """Begin to keep the packed weights, in the background. Call it once the model is ready."""
+        """Begin to store the packed weights, in the background. Call this once the model is ready."""
 
     def wait(self) -> Path | None:
-        """Wait until the weights are kept. Return their file; None if they cannot be kept."""
+        """Wait until the weights are stored. Return their file; None if they cannot be stored."""
 
 
 class LoadsWeights(Protocol):
-    """A model, as `Model` is."""
+    """A model that loads its weights, as `Model` does."""
 
     def load(self, loader: Loader) -> None:
         """Load the weights."""
@@ -55,7 +55,7 @@ class LoadsWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordingLoader(Loader):
-    """A loader that remembers what it has made, in order."""
+    """A loader that records the parameters and forms that it makes, in order."""
 
     made: list[tuple[str, Tensor | WeightForm]] = field(default_factory=list)
 
@@ -72,11 +72,11 @@ class RecordingLoader(Loader):
 
 @dataclass(frozen=True, slots=True)
 class KeptLoader(Loader):
-    """A loader that returns the weights that another loader has made.
+    """A loader that returns stored weights, which another loader made.
 
-    Raises KeptError if a module asks for another weight than the next one.
+    Raises KeptError if a module asks for another weight than the next in order.
 
-    described: the names and descriptions of these weights, in order; see `describe`.
+    described: the names and descriptions of the weights, in order; see `describe`.
     """
 
     described: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
@@ -103,10 +103,10 @@ def _name_of(rows: StoredRows, name: str) -> str:
 
 
 def describe(loader: RecordingLoader) -> tuple[dict[str, Any], list[Tensor]] | None:
-    """Describe what a loader has made by plain values and tensors, to keep it between starts.
+    """Describe the weights that a loader has made by plain values and tensors, to be stored in a file.
 
-    Return None if a weight's form cannot be kept. Call it only once the whole model is loaded, because the
-    weights of experts are moved into one piece of memory at the end.
+    Return None if a weight's form cannot be stored. Call this only once the whole model is loaded, because
+    the weights of experts are moved to one piece of memory at the end.
     """
     tensors: list[Tensor] = []
 
@@ -124,13 +124,13 @@ def describe(loader: RecordingLoader) -> tuple[dict[str, Any], list[Tensor]] | N
 
 
 def kept_loader(loader: Loader, described: Mapping[str, Any], tensors: Tensors) -> KeptLoader:
-    """Return a loader that returns the weights that `describe` has described."""
+    """Return a loader that returns the weights that `describe` described."""
     loader.num_bytes.update(described["file_bytes"])
     return KeptLoader(**_fields_of(loader), described=iter(described["made"]), tensors=tensors)
 
 
 def recording_loader(loader: Loader) -> RecordingLoader:
-    """Return a loader that remembers what it makes."""
+    """Return a loader that records what it makes."""
     return RecordingLoader(**_fields_of(loader))
 
 
@@ -201,7 +201,7 @@ def _classes() -> dict[str, type[Any]]:
 
 @cache
 def packer() -> str:
-    """Return a hash of the code that packs weights: another version may pack them differently."""
+    """Return a hash of the code that packs weights, since another version may pack them differently."""
     folder = Path(__file__).parents[2]
     digest = sha256(torch.__version__.encode())
     for room in _ROOMS:

@@ -25,17 +25,17 @@ _OF_EACH = (
 
 
 class FoundScales(NamedTuple):
-    """The scales of a checkpoint by layer, and the tensors that they are in."""
+    """A checkpoint's scales of K and V by layer, and the names of the tensors that hold them."""
 
     by_layer: Mapping[int, KVScales]
     names: frozenset[str]
 
 
 def read_kv_scales(sources: Sources, config: ModelConfig, device: torch.device) -> FoundScales:
-    """Read the scales of all layers with K and V of their own.
+    """Read the scales for K and V in the cache, for all layers with K and V of their own.
 
-    Raises CheckpointError, which names file and tensor, for one that is no positive number, for one that is
-    neither for all heads nor for each, and for several of a layer that differ.
+    Raises CheckpointError, which names file and tensor, if a scale is not a positive number, if there is
+    neither one scale nor one per head, or if several tensors of a layer differ.
     """
     found: dict[int, KVScales] = {}
     names: set[str] = set()

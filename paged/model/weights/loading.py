@@ -51,7 +51,7 @@ def open_tensors(directory: Path, names: TensorNames) -> Iterator[Sources]:
 
     Each file is opened and its header read once. The tensors can be read until the context ends.
 
-    Raises CheckpointError, which names file and tensor, for damaged files and for tensors of no known part.
+    Raises CheckpointError, which names file and tensor, for a damaged file or an unknown tensor.
     """
     with ExitStack() as files:
         with without_collection():  # a dozen objects for each tensor: it would take as long again
@@ -100,9 +100,9 @@ def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTe
 
 
 class Loadable(nn.Module):
-    """A module whose parameters are rows of a checkpoint. It is made on the meta device.
+    """A module whose parameters are rows of tensors in a checkpoint. It is made on the meta device.
 
-    role: selects the form of its weight; None: the weight stays a parameter.
+    role: selects the form of its weight; None leaves the weight a parameter.
     num_precise: see `Forms.make`.
     """
 
@@ -114,26 +114,26 @@ class Loadable(nn.Module):
         self.stored = stored
 
     def load(self, loader: Loader) -> None:
-        """Read this module's own parameters, without those of submodules."""
+        """Read this module's own parameters, not those of submodules."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
 
 
 class KVScales(NamedTuple):
-    """The scales of a layer, f32[num_kv_heads]; None: the checkpoint has none."""
+    """The scales for a layer's K and V in the cache, f32[num_kv_heads]; None if the checkpoint has none."""
 
     key: Tensor | None
     value: Tensor | None
 
 
 class StoredWeights(NamedTuple):
-    """What a model was loaded from: the bytes of its parameters in their files."""
+    """The bytes of a model's parameters in the files that it was loaded from, by format."""
 
     num_bytes: Counter[str]  # by the title of a format; that of floats is ""
 
     @property
     def formats(self) -> str:
-        """The titles of formats of codes, that of most bytes first."""
+        """The titles of the quantised formats, the format with the most bytes first."""
         return " and ".join(title for title, _ in self.num_bytes.most_common() if title)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class StoredWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """Reads the parameters of modules. The tensors stored for a weight determine its form."""
+    """Reads the parameters of modules. The tensors stored for a weight determine its format."""
 
     sources: Sources
     forms: Forms
@@ -164,9 +164,9 @@ class Loader:
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
-        """Read a weight in the form that its stored tensors determine.
+        """Read a weight into the form that its stored tensors and its role determine.
 
-        like: the weight in floats, on the meta device. num_precise: see `Forms.make`.
+        like: the float weight on the meta device. num_precise: see `Forms.make`.
         """
         parts, stored, role = self.weights_of(rows, like, role)
         if len(stored) == 1:
@@ -176,7 +176,7 @@ class Loader:
     def weights_of(
         self, rows: StoredRows, like: Tensor, role: Role
     ) -> tuple[dict[str, StoredPart], list[StoredWeight], Role]:
-        """Return the stored parts of a weight by name, its rows by format, and the role of each of these."""
+        """Return a weight's stored parts by name, its rows by format, and the role of these rows."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
@@ -186,7 +186,7 @@ class Loader:
     def form_of(
         self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role, num_precise: int = 0
     ) -> WeightForm:
-        """Read rows of one format into a form."""
+        """Read rows that are stored in one format into a form."""
         first = parts[next(iter(stored.rows.parts))]
         layouts = {name: each for name, each in stored.format.layouts(first).items() if each.is_read}
 
@@ -205,7 +205,7 @@ class Loader:
         return self.forms.make(weight_of(stored.rows), role, num_precise, read_whole)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
-        """Read the rows of a parameter."""
+        """Read rows of a stored tensor as one parameter."""
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
         parts_read = map(rows.part_read, rows.parts)
         self.num_bytes[title] += round(
@@ -220,7 +220,7 @@ class Loader:
 def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
     """Return the stored parts of a weight.
 
-    like: the weight in floats, on the meta device.
+    like: the float weight on the meta device.
     """
     num_inputs = like.shape[1]
     return [
@@ -230,7 +230,7 @@ def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPar
 
 
 class Wanted(NamedTuple):
-    """A tensor that a model takes from a checkpoint."""
+    """A tensor that a model needs from a checkpoint."""
 
     num_rows: int
     layout: Layout
@@ -244,7 +244,7 @@ class Wanted(NamedTuple):
 def wanted_tensors(
     modules: Iterable[Loadable], sources: Sources, recognizers: Sequence[Recognizer] = ()
 ) -> dict[str, Wanted]:
-    """Return what modules take from a checkpoint, by name: floats where no other format is recognized."""
+    """Return the tensors that modules need from a checkpoint, by name. The default format is floats."""
     wanted: dict[str, Wanted] = {}
     for module in modules:
         rows = module.stored
@@ -266,11 +266,11 @@ def check_weights(
     directory: Path,
     recognizers: Sequence[Recognizer] = (),
 ) -> None:
-    """Compare the tensors of a checkpoint with what modules take.
+    """Compare the tensors of a checkpoint with the tensors that modules need.
 
-    directory: the directory of the checkpoint, for messages; a GGUF file is named by its own name.
+    directory: the directory of the checkpoint, for messages; for a GGUF file, messages name the file.
 
-    Raises CheckpointError, which names file and tensor, for tensors that are missing, unknown, or of another
+    Raises CheckpointError, which names file and tensor, if a tensor is missing, unknown, or has the wrong
     shape or dtype.
     """
     wanted = wanted_tensors(modules, sources, recognizers)
@@ -292,10 +292,10 @@ _LEAST_BITS = 2
 
 
 def check_sizes(config: ModelConfig, sources: Sources, directory: Path) -> None:
-    """Compare the size of a model with that of its files, before a module is made for each layer and expert.
+    """Check that the files of a model are large enough for its config, before modules are made.
 
-    So the modules made are at most as large as the files, whatever config.json says. `check_weights` compares
-    the rest.
+    A wrong config.json thus cannot cause modules much larger than the files. `check_weights` compares the
+    tensors later.
 
     Raises CheckpointError, which names the sizes.
     """
@@ -336,10 +336,10 @@ def _wrong_shape(tensor: StoredTensor, shape: list[int]) -> CheckpointError:
 
 
 def has_own_head(sources: Sources) -> bool:
-    """Return whether there is an output head that differs from the embedding.
+    """Return whether a checkpoint has an output head that differs from the embedding.
 
-    If so, the two are not tied, whatever config.json says: it often holds a default. Some checkpoints carry a
-    copy of the embedding as their head; a head that cannot be read counts as such a copy.
+    If so, the two are not tied, whatever config.json says (its value is often a default). Some checkpoints
+    store a copy of the embedding as their head; a head that cannot be read counts as such a copy.
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes

@@ -32,10 +32,11 @@ ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early 
 
 
 def narrowed(weight: Tensor, whole: WholeWeight) -> Tensor:
-    """Convert a float32 weight to bfloat16 or float16, if that loses nothing, as in most checkpoints.
+    """Convert a float32 weight to bfloat16 or float16 if no number changes, as in most checkpoints.
 
-    It is read in half the time, and products are bitwise equal, except with AMX, which adds in another order.
-    All shards of a weight must therefore decide alike, by the numbers of the whole weight.
+    A narrowed weight is read in half the time. Its products are bitwise equal to those in float32, except on
+    AMX, which adds in another order. Therefore all shards must decide alike, by the numbers of the whole
+    weight.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
@@ -67,12 +68,15 @@ class Table(PlainWeight):
 
 
 class PanelWeight(TableForm):
-    """A weight in its dtype, or `narrowed`; large weights are in bf12. Accumulators are float32.
+    """A float weight in panels: in its own dtype, `narrowed`, or, if it is large, in bf12. Accumulators are
+    float32.
 
-    out_dtype: of its products, by default that of x. gated: the weight [2 * n, in_features] holds gates and
-    ups; its products are the n numbers silu(gate) * up. whole: what the weight may be a shard of.
+    out_dtype: the dtype of products, by default the dtype of x.
+    gated: whether the weight [2 * n, in_features] holds gates and ups. The products are then the n numbers
+        silu(gate) * up.
+    whole: the whole weight, of which this may be a shard.
 
-    stays: whether the panels lie in memory that holds those of all weights.
+    stays: whether the panels lie in one piece of memory with the panels of all weights.
     """
 
     stays = False
@@ -99,20 +103,18 @@ class PanelWeight(TableForm):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether products need no torch operation. Torch widens 16-bit x, unless x is
-        multiplied in pairs.
-        """
+        """Whether products need no torch operation: torch widens 16-bit x unless x is multiplied in pairs."""
         return self.panels.in_pairs or self.dtype == torch.float32
 
     def lay_out(self, bias: Tensor) -> None:
-        """Order the bias as the panels are."""
+        """Order and pad the bias as the panels are."""
         self.padded_bias = pad(bias, gated=self.gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(x, bias)
 
     def store(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Store the product into out, whose rows may be apart."""
+        """Store the product in `out`, whose rows may be apart."""
         self._product(x, bias, out)
 
     def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -136,5 +138,5 @@ class PanelWeight(TableForm):
 
     @property
     def takes_inputs_in_order(self) -> bool:
-        """Whether column k of the weight is for input k of x."""
+        """Whether column k of the weight belongs to input k of x."""
         return True

@@ -54,7 +54,7 @@ class Int8Weight(TableForm):
         return F.embedding(indices, self.codes) * self.scale[indices, None]
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
-        """Return the weight that the codes represent."""
+        """Return the weight that codes and scales represent."""
         return self.codes * self.scale[:, None]
 
     def _kernel_takes(self, x: Tensor) -> bool:
@@ -66,7 +66,7 @@ class Int8Weight(TableForm):
         )
 
     def by_kernel(self, x: Tensor) -> Tensor:
-        """Compute x Wᵀ by torch's kernel."""
+        """Compute x Wᵀ by torch's int8 kernel."""
         return torch._weight_int8pack_mm(x, self.codes, self.scale)
 
     def by_tiles(self, x: Tensor) -> Tensor:
@@ -84,13 +84,13 @@ class Int8Weight(TableForm):
 
 
 class Int4Weight(WeightForm):
-    """Int4 with a scale and a zero per output and GROUP of inputs, for torch's kernel.
+    """int4 with a scale and a zero point per output and GROUP inputs, for torch's kernel.
 
     weight[n, k] ≈ scale[n, g] * (codes[n, k] - 8) + zero[n, g], with codes from 0 to 15 and g = k // GROUP.
 
-    The kernel's layout is panels: uint8[panels, in_features, half], where `half` bytes hold the codes of
-    `half` outputs in their lower 4 bits and of as many others in their upper 4. Here the lower ones belong
-    to the first half of all outputs, the upper ones to the second, so that whole vectors dequantise at once.
+    The kernel's layout is panels: uint8[panels, in_features, half]. Each of the `half` bytes holds the codes
+    of two outputs. The lower 4 bits belong to the first half of all outputs and the upper 4 bits to the
+    second half, so that whole vectors are dequantised at once.
     """
 
     gated = is_recordable = False
@@ -125,7 +125,7 @@ class Int4Weight(WeightForm):
         return out if bias is None else out.add_(bias)
 
     def dequantized(self) -> Tensor:  # [out_features, in_features]
-        """Return the weight that the codes represent."""
+        """Return the weight that codes, scales and zeros represent."""
         num_panels, num_inputs, half = self.packed.shape
         weight = torch.empty(2, num_panels * half, num_inputs, dtype=self.dtype)
         for side, outputs, tile in self._float_tiles(self.dtype):
@@ -191,7 +191,7 @@ def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise the rows of a weight so that scale * code approximates them.
 
     Returns codes from -127 to 127, i8[num_rows, num_inputs], and scales [num_rows] in the weight's dtype. For
-    float16 weights the scales are float32, as small ones would become 0.
+    float16 weights the scales are float32, since small scales would become 0.
     """
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     is_narrow = weight.dtype == torch.float16
@@ -207,9 +207,8 @@ def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 def int4_codes(groups: Tensor, fit: BestFit = best_fit) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise groups [..., size] so that scale * (code - 8) + zero approximates them.
 
-    size: a power of two. Scales and zeros are those of the least squared error that a search finds. A group
-    for which it finds none, as all its numbers are equal or one is infinite, has its range divided evenly.
-    fit: the search.
+    size: a power of two. A search finds the scales and zeros of least squared error. If all numbers of a
+        group are equal, or one is infinite, the group's range is divided evenly instead. fit: the search.
 
     Returns codes from 0 to 15, u8[..., size], and scales and zeros, bf16[...].
     """
@@ -243,7 +242,7 @@ def _scales_and_zeros(numbers: Tensor, fit: BestFit) -> tuple[Tensor, Tensor]:
 
 
 def require_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless torch's kernels take weights of this dtype on this device, quantised."""
+    """Raise ConfigError unless torch's kernels support quantised weights for this dtype on this device."""
     if device.type != "cpu":
         raise ConfigError(
             f"quantization {name!r} on {device} needs attention_backend='triton': take that, or leave "
@@ -254,9 +253,7 @@ def require_quantization(name: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def require_kernels(name: str) -> None:
-    """Raise ResourceError unless this torch has the kernels. They are private to torch, so they
-    are tried out.
-    """
+    """Raise ResourceError unless this torch has the kernels. They are private, so they are tried out."""
     for form in (Int8Weight, Int4Weight) if name == "int4" else (Int8Weight,):
         try:
             works = _agrees_with_itself(form)

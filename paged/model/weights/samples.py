@@ -26,7 +26,7 @@ _SIZE = 0.02  # of weights; scales are positive and about as large
 
 
 class Sample(NamedTuple):
-    """Some rows of a weight in their form."""
+    """The form of a few rows of a weight, made to measure the form's size."""
 
     form: WeightForm
     num_rows: int
@@ -35,24 +35,24 @@ class Sample(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the form."""
+        """The size of the sampled form in bytes."""
         return bytes_of(self.form)
 
 
 class SampledWeight(NamedTuple):
-    """Rows of a module's weight that have one form."""
+    """Rows of a module's weight that share one form, and a sample of that form."""
 
     sample: Sample
     num_rows: int
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all rows in memory."""
+        """The size of all rows in memory, in bytes."""
         return round(self.sample.num_bytes * self.num_rows / self.sample.num_rows)
 
 
 class SampledModule(NamedTuple):
-    """The sizes of a module's own parameters."""
+    """The sizes of a module's own parameters, in memory and in files."""
 
     weights: tuple[SampledWeight, ...]
     other_bytes: int  # of parameters that are no weights
@@ -60,14 +60,14 @@ class SampledModule(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all parameters in memory."""
+        """The size of all parameters in memory, in bytes."""
         return self.other_bytes + sum(weight.num_bytes for weight in self.weights)
 
 
 class WeightSampler:
-    """Makes samples of the weights that a loader would load. Weights that are stored alike share a sample.
+    """Makes samples of the weights that a loader would load. Weights stored in the same way share a sample.
 
-    device: the device to make them on: the loader's, if this machine has it.
+    device: the device on which samples are made: the loader's device, if this machine has it.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class WeightSampler:
         self._made: dict[object, Sample] = {}
 
     def module(self, module: Loadable) -> SampledModule:
-        """Return the sizes of a module on the meta device, without those of modules in it."""
+        """Return the sizes of a module on the meta device, without its submodules."""
         own = dict(module.named_parameters(recurse=False))
         weights: list[SampledWeight] = []
         file_bytes = Counter[str]()
@@ -143,7 +143,7 @@ class WeightSampler:
 
 
 def bytes_of(form: WeightForm) -> int:
-    """Return the bytes of all tensors of a form that is not joined."""
+    """Return the size in bytes of all tensors of a form that is not a `JoinedForm`."""
     tensors = _tensors_in(tuple(vars(form).values()))
     return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 

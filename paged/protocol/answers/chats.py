@@ -16,13 +16,13 @@ from .usage import Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatForm(Form):
-    """The form of a chat response.
+    """What the response to a chat contains.
 
     role: the role of the answer.
-    prompt_text: whether the rendered conversation is returned.
-    new_reader: makes the reader of an answer; None if answers are plain content.
-    include_reasoning: whether reasoning is returned.
-    count_tokens: returns how many tokens a text has.
+    prompt_text: whether the response includes the rendered conversation.
+    new_reader: makes an `AnswerReader` for an answer; None if answers are plain content.
+    include_reasoning: whether the response includes reasoning.
+    count_tokens: returns the number of tokens in a text.
     """
 
     role: str = "assistant"
@@ -32,14 +32,14 @@ class ChatForm(Form):
     count_tokens: Callable[[str], int] = len
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a response about the prompt."""
+        """Return the response's fields about the prompt."""
         text = {"prompt_text": output.prompt} if self.prompt_text else {}
         return (
             Form.prompt_fields(self, output) | text
         )  # a class with slots that dataclass made has no super()
 
     def shown(self, parts: Iterable[Part]) -> list[Part]:
-        """Return those parts of an answer that the response includes."""
+        """Return the parts of an answer that the response includes."""
         if self.include_reasoning:
             return [*parts]
         return [part for part in parts if not isinstance(part, ReasoningDelta)]
@@ -106,7 +106,7 @@ class ChatChunks(Chunks):
         return [self.chunk(self._choice(i, delta)) for i in range(self.form.n)]
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the chunks about the prompt."""
+        """Return the chunks about the prompt, which precede the chunks of the answers."""
         if self._is_begun:
             return []
         self._is_begun = True
@@ -114,7 +114,7 @@ class ChatChunks(Chunks):
         return [self.chunk(self._choice(0, {}), **fields)] if fields else []
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the chunks of a delta, or none while its text is held back."""
+        """Return the chunks of a delta; an empty list while its text is held back."""
         form = self.form
         deltas, reason = self._parsed(choice, completion)
         logprobs = form.logprobs_of(completion) if completion.token_ids else None
@@ -143,7 +143,7 @@ class ChatChunks(Chunks):
         return [delta_of(part) for part in form.shown(parts)], _reason(completion, reader)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the last chunks, to be sent after the last output."""
+        """Return the last chunks, which follow the last output."""
         if not self.form.include_usage:
             return []
         return [self.usage_chunk(self.form.count_tokens)]

@@ -14,18 +14,18 @@ from .usage import Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """What a response holds besides the text.
+    """What a response contains besides the text.
 
     n: number of choices of each prompt.
     num_prompts: number of prompts.
-    decoding: how tokens become text.
+    decoding: converts tokens to text.
     num_top: how many of the most likely tokens a chat lists at each position.
     as_ids: whether log-probabilities name tokens by their ids.
-    token_ids: return the ids of the tokens of prompts and outputs.
-    include_usage: end a stream with the counts of tokens.
-    continuous_usage: put the counts so far into each chunk.
-    cached_tokens: say how many tokens of the prompts were in the prefix cache.
-    prompt_logprobs: return the log-probabilities of the prompts in a field of their own.
+    token_ids: whether to return the token ids of prompts and outputs.
+    include_usage: whether a stream ends with the counts of tokens.
+    continuous_usage: whether each chunk contains the counts so far.
+    cached_tokens: whether to report how many prompt tokens were in the prefix cache.
+    prompt_logprobs: whether to return the log-probabilities of prompts, in a separate field.
     """
 
     n: int = 1
@@ -40,7 +40,7 @@ class Form:
     prompt_logprobs: bool = False
 
     def prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a response about a prompt."""
+        """Return the response's fields about a prompt."""
         fields: dict[str, Any] = {}
         if self.prompt_logprobs and output.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_places(output.prompt_logprobs)
@@ -51,7 +51,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all chunks of a response share. `created` is in seconds since 1970."""
+    """The fields that all chunks of a response share.
+
+    created: seconds since 1970.
+    """
 
     id: str
     object: str
@@ -59,17 +62,18 @@ class Head:
     model: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields of a body."""
+        """Return the fields as they appear in a body."""
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
 
 
 class Chunks(ABC):
-    """The chunks of one streamed response, made from outputs with deltas.
+    """Makes the chunks of one streamed response from outputs with deltas.
 
-    Send `start` with the first output, `add` of each output, and `finish` after the last. An output that
-    failed (`failure_of`) is not added: its error is the last event.
+    Send the chunks of `start` before the first output, those of `add` for each output, and those of `finish`
+    after the last. If an output failed (`failure_of`), do not add it: send its error as the last event.
 
-    NAMES_EVENTS: whether each event is named by its type; the last event then says that the answer has ended.
+    NAMES_EVENTS: whether each event has the name of its type. The last event then says that the answer has
+    ended.
     """
 
     NAMES_EVENTS: ClassVar[bool] = False
@@ -81,7 +85,7 @@ class Chunks(ABC):
         self._ended: set[int] = set()  # choices whose finish_reason was sent
 
     def start(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the first chunks. They precede those of the first output, which is passed to `add` next."""
+        """Return the chunks that precede the first output, which must be passed to `add` next."""
         self.usage.add_prompt(index, output)
         return self.opening()
 
@@ -90,7 +94,7 @@ class Chunks(ABC):
         return []
 
     def add(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the chunks of an output of the prompt with this index."""
+        """Return the chunks for an output of the prompt number `index`."""
         self.usage.add(index, output)
         chunks = self.before(index, output)
         for completion in output.outputs:
@@ -103,7 +107,7 @@ class Chunks(ABC):
         return chunks
 
     def finish(self) -> list[dict[str, Any]]:
-        """Return the last chunks, after the last output."""
+        """Return the last chunks, which follow the last output."""
         if not self.form.include_usage:
             return []
         return [self.usage_chunk()]
@@ -111,19 +115,19 @@ class Chunks(ABC):
     def usage_chunk(self, count_tokens: Callable[[str], int] | None = None) -> dict[str, Any]:
         """Return the chunk with the counts of tokens.
 
-        count_tokens: see `Usage.as_json`.
+        count_tokens: passed to `Usage.as_json`.
         """
         return {**self._head, "choices": [], "usage": self.usage.as_json(count_tokens)}
 
     def error(self, status: int, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Return the event that ends the stream with an error.
 
-        body: the body of the same error as a response of its own.
+        body: the body that this error would have as a response of its own.
         """
         return body
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
-        """Return the chunks about the prompt with this index. They precede the chunks of its choices."""
+        """Return the chunks about the prompt number `index`, which precede the chunks of its choices."""
         return []
 
     @abstractmethod

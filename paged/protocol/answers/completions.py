@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """How prompts are repeated before their completions.
+    """Repeats a prompt before its completions.
 
     tokenizer: decodes prompts given as token ids.
-    only: whether only the prompt is returned.
+    only: whether the response contains only the prompt.
     """
 
     tokenizer: Tokenizer
@@ -41,27 +41,27 @@ class Echo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionForm(Form):
-    """The form of a completion.
+    """What the response to a completion request contains.
 
-    echo: None if prompts are not repeated.
-    logprobs: whether the tokens' log-probabilities are returned.
+    echo: repeats prompts before completions; None if they are not repeated.
+    logprobs: whether the response includes the tokens' log-probabilities.
     """
 
     echo: Echo | None = None
     logprobs: bool = False
 
     def new_places(self, output: RequestOutput) -> CompletionPlaces:
-        """Return what collects the log-probabilities of a choice."""
+        """Return a new collector for the log-probabilities of a choice."""
         return CompletionPlaces(self.decoding, output.prompt_token_ids, as_ids=self.as_ids)
 
     @property
     def echo_only(self) -> bool:
-        """Whether only the prompt is returned."""
+        """Whether the response contains only the prompt."""
         return self.echo is not None and self.echo.only
 
 
 def completion_body(outputs: Sequence[RequestOutput], head: Head, form: CompletionForm) -> dict[str, Any]:
-    """Return a text_completion with the choices in the order of the prompts."""
+    """Return a text_completion, with the choices in the order of the prompts."""
     choices = [
         _choice(index * form.n + completion.index, completion, output, form)
         for index, output in enumerate(outputs)
@@ -107,7 +107,7 @@ class CompletionChunks(Chunks):
         self._places: dict[int, CompletionPlaces] = {}
 
     def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the chunks that repeat the prompt and its log-probabilities, for each of its choices."""
+        """Return the chunks that repeat the prompt with its log-probabilities, once for each choice."""
         form = self.form
         if index in self._begun:
             return []
@@ -130,7 +130,7 @@ class CompletionChunks(Chunks):
         return chunks
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Return the chunk of a delta, or none while its text is held back."""
+        """Return the chunk of a delta; an empty list while its text is held back."""
         form = self.form
         reason = completion.finish_reason
         if form.echo_only:

@@ -49,14 +49,14 @@ def error_body(
     """Return the body of an error response.
 
     param: the field of the request body that is wrong.
-    code: a word for programs, where the status is not specific enough.
+    code: a word that tells programs more than the status does.
     """
     kind = _TYPES.get(status, "invalid_request_error" if status < FAILED else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def status_of(error: PagedError) -> int:
-    """Return the status of the response to a request that raised an error."""
+    """Return the HTTP status of the response to a request that raised this error."""
     if isinstance(error, QueueFullError):
         return TOO_MANY
     if isinstance(error, RequestTimeoutError):
@@ -71,7 +71,7 @@ def status_of(error: PagedError) -> int:
 def failure_of(
     outputs: Sequence[RequestOutput | EmbeddingRequestOutput | ScoreOutput],
 ) -> Failure | None:
-    """Return status and message of the first output that failed or was aborted; None if all are fine."""
+    """Return status and message of the first output that failed or was aborted; None if there is none."""
     for output in outputs:
         for kind, message in _errors_of(output):
             if kind is not None:

@@ -17,16 +17,14 @@ Place = Mapping[int, Logprob]  # by token id, the token at the place first
 
 
 def token_name(token_id: int, candidate: Logprob, *, as_ids: bool) -> str:
-    """Return how a response names a token: its text or, for programs, its id."""
+    """Return a token as a response names it: by its text or, with as_ids, by its id."""
     return f"token_id:{token_id}" if as_ids else candidate.decoded_token or ""
 
 
 def chat_places(
     places: Sequence[Place], num_top: int, decoding: Decoding, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return the log-probabilities of a chat: at each position, of the token and of the num_top most likely
-    ones.
-    """
+    """Return a chat's log-probabilities: per position, of the token and the num_top most likely tokens."""
 
     def described(token_id: int, candidate: Logprob) -> dict[str, Any]:
         name = token_name(token_id, candidate, as_ids=as_ids)
@@ -44,9 +42,9 @@ def chat_places(
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How the tokens of an answer become its text.
+    """Converts the tokens of an answer to its text.
 
-    tokenizer: None if there is no text.
+    tokenizer: None if no text is made.
     """
 
     tokenizer: Tokenizer | None = None
@@ -54,7 +52,7 @@ class Decoding:
     spaces_between_special_tokens: bool = True
 
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer | None:
-        """Return the detokenizer of an answer to a prompt."""
+        """Return a detokenizer for an answer to a prompt."""
         if self.tokenizer is None:
             return None
         return Detokenizer(
@@ -67,8 +65,8 @@ class Decoding:
     def bytes_of(self, token_id: int, candidate: Logprob) -> list[int] | None:
         """Return the bytes that a token adds to the text; None if they are unknown.
 
-        Joined, the bytes of an answer's tokens are its text in UTF-8. Special tokens that are left out of the
-        text have no bytes.
+        The bytes of all tokens of an answer, joined, are its text in UTF-8. Special tokens that are left out
+        of the text have no bytes.
         """
         tokenizer = self.tokenizer
         text = candidate.decoded_token or ""
@@ -82,13 +80,13 @@ class Decoding:
 
 
 class CompletionPlaces:
-    """The log-probabilities of a completion, whose offsets count on from one delta to the next.
+    """Makes the log-probabilities of a completion, with text offsets that continue from delta to delta.
 
-    An offset is the number of characters before a token in the returned text. A token that ends in an
-    incomplete character adds no characters for it, and a special token that is left out adds none.
+    An offset is the number of characters before a token in the returned text. Incomplete characters, and
+    special tokens that are left out, do not count.
 
     prompt_token_ids: the token ids of the prompt that is completed.
-    as_ids: name tokens by their ids.
+    as_ids: whether tokens are named by their ids.
     """
 
     def __init__(self, decoding: Decoding, prompt_token_ids: Sequence[int], *, as_ids: bool = False) -> None:
@@ -100,11 +98,11 @@ class CompletionPlaces:
     def of_prompt(
         self, places: Sequence[Place | None], text: str, tokenizer: Tokenizer, *, is_text: bool
     ) -> dict[str, Any]:
-        """Return the log-probabilities of the prompt's tokens. Later offsets count on from the prompt's end.
+        """Return the log-probabilities of the prompt's tokens. Later offsets continue from the prompt's end.
 
-        places: None for the first token, which has no log-probability.
-        text: the prompt as it is repeated.
-        is_text: whether the prompt was given as text, which lacks the special tokens that were added to it.
+        places: the log-probabilities at each position; None for the first token.
+        text: the prompt as the response repeats it.
+        is_text: whether the prompt was given as text. Special tokens that were added are then not in `text`.
         """
         offsets = prompt_offsets(text, self._prompt_token_ids, tokenizer, is_text=is_text)
         found = _Lists()
@@ -188,7 +186,7 @@ def prompt_offsets(
 ) -> Iterator[int]:
     """Yield how many characters of a prompt precede each of its tokens.
 
-    is_text: whether the prompt was given as text, which may lack special tokens that were added to it.
+    is_text: whether the prompt was given as text. Special tokens that were added are then not in `text`.
     """
     detokenizer = _prompt_detokenizer(tokenizer)
     offset = 0
@@ -214,7 +212,7 @@ def _num_before(piece: str, token: str | None) -> int:
 
 
 def prompt_places(places: Sequence[Place | None]) -> list[dict[str, Any] | None]:
-    """Return the log-probabilities of a prompt in vLLM's form: candidates by token id at each place."""
+    """Return the log-probabilities of a prompt in vLLM's format: at each position, a dict by token id."""
     return [
         None
         if place is None

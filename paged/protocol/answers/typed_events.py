@@ -15,10 +15,10 @@ from .usage import Usage
 
 
 class TypedEvents(Chunks):
-    """The events of a streamed answer to a conversation. They also build the whole answer.
+    """Makes the events of a streamed answer to a conversation, and from them the whole answer.
 
-    completion: the last output, with its finish_reason; None until it comes.
-    count_tokens: returns how many tokens a text has.
+    completion: the last output, with its finish_reason; None until it arrives.
+    count_tokens: returns the number of tokens in a text.
     """
 
     NAMES_EVENTS: ClassVar[bool] = True
@@ -45,19 +45,19 @@ class TypedEvents(Chunks):
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether there is a call, and the arguments of all calls are whole."""
+        """Whether the answer has a call, and the arguments of all its calls are complete."""
         return self._reader is not None and self._reader.has_whole_calls
 
     @abstractmethod
     def take(self, part: Part) -> list[dict[str, Any]]:
-        """Return the events of a part."""
+        """Return the events for a part of the answer."""
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer, after `finish`."""
+        """Return the whole answer. Call this after `finish`."""
 
     def whole_of(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer for a finished output."""
+        """Return the whole answer for one finished output."""
         self.start(0, output)
         self.add(0, output)
         self.finish()

@@ -13,7 +13,7 @@ class Usage:
     """Counts the tokens of a response.
 
     tells_cached: whether to report how many prompt tokens were in the prefix cache.
-    counts_output: False if the generated tokens are not returned.
+    counts_output: False if the response does not include the generated tokens.
     """
 
     def __init__(self, *, tells_cached: bool, counts_output: bool = True) -> None:
@@ -24,21 +24,21 @@ class Usage:
         self._reasoning: dict[int, list[str]] = {}  # of each choice that is parsed
 
     def add_prompt(self, index: int, output: RequestOutput) -> None:
-        """Add the prompt of this index, unless it was added before."""
+        """Count the prompt number `index`, unless it was counted before."""
         if index not in self._seen:
             self._seen.add(index)
             self._num_prompt += len(output.prompt_token_ids)
             self._num_cached += output.num_cached_tokens or 0
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add an output of the prompt with this index: its only output, or one of several with deltas."""
+        """Count an output of the prompt number `index`: its only output, or one of several deltas."""
         self.add_prompt(index, output)
         if self._counts_output:
             for completion in output.outputs:
                 self._num_new += len(completion.token_ids)
 
     def add_parts(self, choice: int, parts: Iterable[Part]) -> None:
-        """Add parts of a choice. Tokens of reasoning are counted separately."""
+        """Count the reasoning tokens among the parts of a choice."""
         texts = self._reasoning.get(choice)
         if texts is None:
             texts = self._reasoning[choice] = []
@@ -47,28 +47,28 @@ class Usage:
                 texts.append(part.text)
 
     def num_reasoning(self, count_tokens: Callable[[str], int]) -> int:
-        """Return the number of reasoning tokens, whether they are returned or not."""
+        """Return the number of reasoning tokens, whether the response includes them or not."""
         return sum(count_tokens("".join(texts)) for texts in self._reasoning.values() if texts)
 
     @property
     def num_prompt(self) -> int:
-        """Number of tokens of the prompts."""
+        """The number of prompt tokens."""
         return self._num_prompt
 
     @property
     def num_cached(self) -> int | None:
-        """Number of prompt tokens that were in the prefix cache; None if it is not reported."""
+        """The number of prompt tokens that were in the prefix cache; None if it is not reported."""
         return self._num_cached if self._tells_cached else None
 
     @property
     def num_new(self) -> int:
-        """Number of generated tokens."""
+        """The number of generated tokens."""
         return self._num_new
 
     def as_json(self, count_tokens: Callable[[str], int] | None = None) -> dict[str, Any]:
         """Return the counts so far.
 
-        count_tokens: returns how many tokens a text has, to count those of reasoning.
+        count_tokens: returns the number of tokens in a text; used to count reasoning tokens.
         """
         counts = {
             "prompt_tokens": self._num_prompt,

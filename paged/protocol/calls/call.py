@@ -31,15 +31,16 @@ _CONSTRAINT = re.compile(r"^structured_outputs( (json|json_object|structural_tag
 
 
 class OwnNames:
-    """The names of fields that a body uses in place of those of other bodies: patterns and their
-    replacements.
+    """The field names that one kind of body uses instead of the common names.
+
+    The names are pairs of a pattern and its replacement.
     """
 
     def __init__(self, *names: tuple[str, str]) -> None:
         self._names = [(re.compile(pattern), name) for pattern, name in names]
 
     def of(self, text: str) -> str:
-        """Return a path or a message with the body's own names."""
+        """Replace the common names in a path or a message by the body's own names."""
         for pattern, name in self._names:
             text = pattern.sub(name, text)
         return text
@@ -57,18 +58,18 @@ class OwnNames:
 
 
 class Call(ABC):
-    """A request body, validated as far as possible without a model.
+    """The body of an HTTP request, validated as far as possible without a model.
 
     table: the fields of the body.
     PROMPT_FIELD: the field that holds the prompts.
-    NAMES: the fields that this body names differently from others.
-    is_queued: whether the call waits for an engine.
-    values: the fields that the body gives, parsed.
+    NAMES: the fields for which this body has its own names.
+    is_queued: whether the call is sent to an engine.
+    values: the parsed fields of the body.
     ignored: the names of given fields that have no effect here.
-    limits: what the operator allows.
-    model: the name of the model; None accepts any.
-    tenant: the body's user, unless `give_to` sets another tenant.
-    user: the body's user.
+    limits: what the operator of the server allows.
+    model: the name of the model; None accepts any model.
+    tenant: `user`, unless `give_to` sets another tenant.
+    user: the field user of the body.
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
@@ -93,18 +94,16 @@ class Call(ABC):
         self.timeout_s: float | None = values.get("timeout_s")
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the body under the names that all calls share, and the names of fields without
-        effect.
-        """
+        """Return the fields of the body under their common names, and the names of fields without effect."""
         return self.table.parse(body)
 
     def give_to(self, tenant: str, salt: str) -> None:
-        """Set the tenant, and replace the body's own salt of the prefix cache."""
+        """Set the tenant, and replace the prefix cache's salt given in the body."""
         self.tenant = tenant
         self.values["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that caused an error; None if none did."""
+        """Return the field of the body that caused an error; None if no field did."""
         if error.param is None:
             return None
         name = re.split(r"[.\[]", error.param, maxsplit=1)[0]
@@ -113,13 +112,13 @@ class Call(ABC):
         return self.NAMES.of(error.param)
 
     def name_field(self, error: PagedError, default: str | None = None) -> None:
-        """Let an error name the field of the body that it is about, in its message too."""
+        """Name the field of the body that caused an error, in the error's `param` and in its message."""
         error.param = self.param_of(error) or default
         error.args = (self.NAMES.of(str(error)),)
 
     @contextmanager
     def naming_field(self, default: str | None = None) -> Iterator[None]:
-        """Set the field of the body that caused an error raised inside this context."""
+        """Apply `name_field` to errors raised inside this context."""
         try:
             yield
         except PagedError as error:
@@ -128,12 +127,12 @@ class Call(ABC):
 
 
 def listed_prompts(value: str | list[Any]) -> list[Any]:
-    """Return a list of prompts from a text, token ids, or a list of either."""
+    """Return the list of prompts in a value: a text, a list of token ids, or a list of such prompts."""
     return [value] if isinstance(value, str) or isinstance(value[0], int) else value
 
 
 def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a prompt with the body's options for it."""
+    """Return a prompt with the options that the body gives for prompts."""
     salt = {"cache_salt": values["cache_salt"]} if "cache_salt" in values else {}
     if isinstance(prompt, str):
         return {"prompt": prompt, "add_special_tokens": values.get("add_special_tokens", True), **salt}
@@ -143,7 +142,7 @@ def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, A
 class GenerationCall(Call):
     """A request body that asks for generated tokens.
 
-    DEFAULT_MAX_TOKENS: the limit if neither the body nor generation_config.json has one.
+    DEFAULT_MAX_TOKENS: the value of max_tokens if neither the body nor generation_config.json sets it.
     n: number of choices of each prompt.
     """
 
@@ -164,12 +163,12 @@ class GenerationCall(Call):
             self.sampling["structured_outputs"] = constraint
 
     def give_to(self, tenant: str, salt: str) -> None:
-        """Set the tenant, and replace the body's own salt of the prefix cache."""
+        """Set the tenant, and replace the prefix cache's salt given in the body."""
         super().give_to(tenant, salt)
         self.sampling["cache_salt"] = salt
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that caused an error; None if none did."""
+        """Return the field of the body that caused an error; None if no field did."""
         param = super().param_of(error)
         name, _, part = (param or "").partition(".")
         return (
@@ -177,14 +176,14 @@ class GenerationCall(Call):
         )
 
     def name_field(self, error: PagedError, default: str | None = None) -> None:
-        """Set the field of the body that caused an error, in its message too."""
+        """Name the field of the body that caused an error, in the error's `param` and in its message."""
         field = self.field_of_constraint(None)
         if field != "structured_outputs":
             error.args = (_CONSTRAINT.sub(field, str(error)),)
         super().name_field(error, default)
 
     def field_of_constraint(self, part: str | None) -> str:
-        """Return the field of the body from which a part of the engine's structured_outputs comes.
+        """Return the field of the body that set a part of the engine's structured_outputs.
 
         part: the path of the part, such as structural_tag.format.elements[1]; None stands for the whole.
         """
@@ -194,13 +193,14 @@ class GenerationCall(Call):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts to complete. Raises RequestError.
 
-        This renders a template and may take milliseconds.
+        Rendering a chat template may take milliseconds.
         """
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
-        """Return the parameters, with the defaults of the model, after `prompts`. Raises RequestError.
+        """Return the sampling parameters with the model's defaults. Call `prompts` first. Raises
+        RequestError.
 
-        stream: whether outputs hold deltas, or come once at the end; by default as the body says.
+        stream: True for outputs with deltas, False for one output at the end; None takes the body's choice.
         """
         is_delta = self.stream if stream is None else stream
         kind = RequestOutputKind.DELTA if is_delta else RequestOutputKind.FINAL_ONLY
@@ -208,11 +208,11 @@ class GenerationCall(Call):
             return text.params_of({**self.given_params(), "output_kind": kind}, self.DEFAULT_MAX_TOKENS)
 
     def given_params(self) -> dict[str, Any]:
-        """Return the arguments of SamplingParams that the body gives."""
+        """Return the arguments of SamplingParams that the body sets."""
         return {**self.sampling}
 
     def check_choices(self, num_prompts: int) -> None:
-        """Raise RequestError if too many samples would be generated."""
+        """Raise RequestError if the call would generate too many samples."""
         name, num_samples = max(("n", self.n), ("best_of", self.values.get("best_of", 0)), key=itemgetter(1))
         if num_prompts * num_samples > MAX_CHOICES:
             raise RequestError(
@@ -244,7 +244,7 @@ def _size(value: Any) -> int:
 
 
 class AnswerCall(GenerationCall):
-    """A request body in OpenAI's form: its response has choices."""
+    """A request body of OpenAI's API whose response has choices."""
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
@@ -265,7 +265,7 @@ class AnswerCall(GenerationCall):
     def decode_with(self, tokenizer: Tokenizer | None, *, keeps_special_tokens: bool = False) -> None:
         """Set the tokenizer that makes the text of the answer.
 
-        keeps_special_tokens: whether the text must keep special tokens, whatever the body says.
+        keeps_special_tokens: whether the text must keep special tokens, regardless of the body.
         """
         values = self.values
         self.form_fields["decoding"] = Decoding(
@@ -278,7 +278,7 @@ class AnswerCall(GenerationCall):
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """Return the whole response body, after `prompts`.
+        """Return the whole response body. Call `prompts` first.
 
         outputs: the finished output of each prompt.
         identity: an id that is unique among responses.
@@ -287,4 +287,4 @@ class AnswerCall(GenerationCall):
 
     @abstractmethod
     def chunks(self, identity: str, created: int, model: str) -> Chunks:
-        """Return what makes the chunks of a streamed response, after `prompts`."""
+        """Return the maker of chunks for a streamed response. Call `prompts` first."""

@@ -88,7 +88,7 @@ class ChatCall(ConversationCall):
         self.converse(values)
 
     def param_of(self, error: PagedError) -> str | None:
-        """Return the field of the body that caused an error; None if none did."""
+        """Return the field of the body that caused an error; None if no field did."""
         param = super().param_of(error)
         is_newer = param == "max_tokens" and "max_completion_tokens" in self.values
         return "max_completion_tokens" if is_newer else param
@@ -100,7 +100,7 @@ class ChatCall(ConversationCall):
         return chat_body(outputs, self._head("", identity, created, model), self._form)
 
     def chunks(self, identity: str, created: int, model: str) -> ChatChunks:
-        """Return what makes the chunks of a chat.completion."""
+        """Return the maker of chunks for a streamed chat.completion."""
         return ChatChunks(self._head(".chunk", identity, created, model), self._form)
 
     @staticmethod

@@ -89,7 +89,7 @@ class CompletionCall(AnswerCall):
         return completion_body(outputs, self._head(identity, created, model), self._form)
 
     def chunks(self, identity: str, created: int, model: str) -> CompletionChunks:
-        """Return what makes the chunks of a text_completion."""
+        """Return the maker of chunks for a streamed text_completion."""
         return CompletionChunks(self._head(identity, created, model), self._form)
 
     @staticmethod

@@ -21,10 +21,10 @@ _VARIABLES = ("reasoning_effort", "documents")
 
 
 class Conversation:
-    """The messages of a body, and how they are rendered.
+    """The messages of a body, and how to render them.
 
     tools: the tools that the template shows to the model.
-    tool_format: describes the tools in messages if the template does not show them.
+    tool_format: describes the tools in messages if the template cannot show tools.
     """
 
     def __init__(self, values: Mapping[str, Any], limits: Limits) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def converse(values: Mapping[str, Any], limits: Limits) -> tuple[Conversation, ToolPlan]:
     """Return the conversation of a body, and the plan for its tools.
 
-    values: the fields of a chat body.
+    values: the parsed fields of a chat body.
 
     Raises RequestError naming the field.
     """
@@ -39,12 +39,12 @@ def converse(values: Mapping[str, Any], limits: Limits) -> tuple[Conversation, T
 
 
 class ConversationCall(AnswerCall):
-    """A body with a conversation, whose answer may hold reasoning and tool calls."""
+    """A body with a conversation. Its answer may contain reasoning and tool calls."""
 
     DEFAULT_MAX_TOKENS = None  # up to the end of the context
 
     def converse(self, values: Mapping[str, Any]) -> None:
-        """Set the conversation from the fields of a chat body. Raises RequestError naming the field."""
+        """Set the conversation from parsed fields of a chat body. Raises RequestError naming the field."""
         with self.NAMES.in_errors():
             self.conversation, self._plan = converse(values, self.limits)
         if self._plan.tools and "structured_outputs" not in self.sampling:
@@ -72,7 +72,7 @@ class ConversationCall(AnswerCall):
         return self._plan.parses and not self._plan.skip_special_tokens
 
     def given_params(self) -> dict[str, Any]:
-        """Return the arguments of SamplingParams that the body gives, after `prompts`."""
+        """Return the arguments of SamplingParams that the body sets. Call `prompts` first."""
         plan = self._plan
         given = super().given_params()
         if not plan.parses:
@@ -90,23 +90,23 @@ class ConversationCall(AnswerCall):
         return {**given, "structured_outputs": constraint}
 
     def field_of_constraint(self, part: str | None) -> str:
-        """Return the field of the body from which a part of the engine's structured_outputs comes."""
+        """Return the field of the body that set a part of the engine's structured_outputs."""
         if self._constraint is None:
             return super().field_of_constraint(part)
         return self.constraint_field
 
     @property
     def may_call_tools(self) -> bool:
-        """Whether the answer may hold tool calls."""
+        """Whether the answer may contain tool calls."""
         return bool(self._plan.tools)
 
     def count_tokens(self, text: str) -> int:
-        """Return how many tokens a part of the answer has, after `prompts`."""
+        """Return the number of tokens in a part of the answer. Call `prompts` first."""
         tokenizer = self.form_fields["decoding"].tokenizer
         return 0 if tokenizer is None else len(tokenizer.encode(text, add_special_tokens=False))
 
     def new_form(self, **more: Any) -> ChatForm:
-        """Return the form of the answer."""
+        """Return a description of what the response contains."""
         return ChatForm(
             **self.form_fields,
             num_top=self.sampling.get("logprobs", 0),

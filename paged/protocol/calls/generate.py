@@ -49,7 +49,7 @@ GENERATE_TABLE = FieldTable(
 class GenerateCall(GenerationCall):
     """A body of /generate or /generate/batch.
 
-    streams_deltas: whether a line is sent for each delta rather than for each result.
+    streams_deltas: whether a line is sent for each delta, not only for each result.
     """
 
     table = GENERATE_TABLE
@@ -67,18 +67,18 @@ class GenerateCall(GenerationCall):
         self._ended: set[tuple[int, int]] = set()  # samples whose last delta was returned
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
-        """Return the prompts. The engine refuses wrong prompts one by one."""
+        """Return the prompts. The engine refuses wrong prompts individually."""
         add = self.values.get("add_special_tokens", True)
         return [_prompt_of(prompt, add) for prompt in self.listed]
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
-        """Return the parameters, with the defaults of the model. Raises RequestError."""
+        """Return the sampling parameters with the model's defaults. Raises RequestError."""
         return super().params(text, stream=self.streams_deltas if stream is None else stream)
 
     def results(self, index: int, outcome: RequestOutput | PagedError) -> list[dict[str, Any]]:
-        """Return the results of the prompt with this index: one for each sample, or its error.
+        """Return the results of the prompt number `index`: one for each sample, or its error.
 
-        outcome: the finished output, or the error that refused the prompt.
+        outcome: the finished output, or the error because of which the prompt was refused.
         """
         if isinstance(outcome, PagedError):
             failure = status_of(outcome), str(outcome)
@@ -89,9 +89,9 @@ class GenerateCall(GenerationCall):
         return [{"index": index, **error_body(*failure)}]
 
     def deltas(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return a line for each sample of a prompt that has new text or has ended.
+        """Return a line for each sample of a prompt that has new text or is finished.
 
-        The first line of a prompt has the log-probabilities of its tokens.
+        The first line of a prompt contains the log-probabilities of the prompt's tokens.
         """
         if index in self._failed:  # its other samples go on
             return []
@@ -126,7 +126,7 @@ class GenerateCall(GenerationCall):
         """Return the whole response body.
 
         outcomes: the outcome of each prompt; see `results`.
-        seconds: from the arrival of the request to its last token.
+        seconds: the time from the arrival of the request to its last token.
         """
         num_prompts = len(outcomes)
         return {

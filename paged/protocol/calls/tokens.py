@@ -51,11 +51,11 @@ class TextCall(Call):
 
     @abstractmethod
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
-        """Return the response body. Raises RequestError. It may take long."""
+        """Return the response body. May take long. Raises RequestError."""
 
     @property
     def renders(self) -> bool:
-        """Whether the answer may need the chat template."""
+        """Whether computing the response may need the chat template."""
         return "messages" in self.values
 
 
@@ -76,7 +76,7 @@ class TokenizeCall(TextCall):
         self.conversation.tools = values.get("tools")
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
-        """Return the response body. Raises RequestError. It may take long for a long text."""
+        """Return the response body. May take long for a long text. Raises RequestError."""
         tokenizer = _tokenizer(text)
         if "prompt" in self.values:
             name = "prompt"
@@ -103,7 +103,7 @@ class DetokenizeCall(TextCall):
     table = DETOKENIZE_TABLE
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:
-        """Return the response body. Raises RequestError. It may take long for many tokens."""
+        """Return the response body. May take long for many tokens. Raises RequestError."""
         tokenizer = _tokenizer(text)
         tokens = self.values["tokens"]
         _check_length("tokens", len(tokens), max_model_len)
@@ -120,7 +120,7 @@ class DetokenizeCall(TextCall):
 def tokens_of(
     call: Call, text: ModelText, name: str, prompt: Mapping[str, Any], max_model_len: int
 ) -> list[int]:
-    """Return the tokens of a prompt. Raises RequestError naming the field if they are far too many."""
+    """Return the tokens of a prompt. Raises RequestError naming the field if there are far too many."""
     tokenizer = _tokenizer(text)
     most = MAX_CONTEXTS * max_model_len
     with call.naming_field(name):

@@ -110,7 +110,7 @@ class EmbeddingCall(Call):
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompts to embed.
 
-        Raises RequestError if the model cannot make embeddings with the options that the body asks for.
+        Raises RequestError if the model cannot make embeddings with the body's options.
         """
         EmbeddingOptions(**self.options).check(text.embedding)
         return [prompt_of(prompt, self.values) for prompt in self.listed]
@@ -122,7 +122,7 @@ class EmbeddingCall(Call):
         created: int,
         model: str,
     ) -> dict[str, Any]:
-        """Return the vectors in the order of the inputs."""
+        """Return the response body with the embeddings, in the order of the inputs."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = [
             {"object": "embedding", "index": i, "embedding": self._vector(output)}
@@ -158,11 +158,11 @@ class ScoreCall(Call):
         self.continuations: list[str | list[int]] = self.values["continuations"]
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
-        """Return the one prompt of the continuations."""
+        """Return the prompt of the continuations, in a list."""
         return [prompt_of(self.values["prompt"], self.values)]
 
     def body(self, outputs: Sequence[ScoreOutput], identity: str, created: int, model: str) -> dict[str, Any]:
-        """Return the scores in the order of the continuations."""
+        """Return the response body with the scores, in the order of the continuations."""
         data = []
         for i, output in enumerate(outputs):
             assert output.logprob is not None, "an output that failed has no response"

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FunctionOrBuiltin(Kind):
-    """A function as its table describes it, or a built-in tool, of which only the type is kept.
+    """A function, or a built-in tool of a hosted API. Of a built-in tool only the type is parsed.
 
-    own_type: the type of functions.
-    is_optional: whether a function may omit its type.
+    own_type: the `type` of functions.
+    is_optional: whether a function may omit `type`.
     builtin: a pattern that matches the types of built-in tools.
     """
 
@@ -51,7 +51,7 @@ class FunctionOrBuiltin(Kind):
 def functions_of(
     tools: Sequence[dict[str, Any]], own_type: str, *, ignores_builtin: bool
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions among the tools of a body, and the names of the built-in tools left out.
+    """Return the functions among a body's tools, and the names of the built-in tools that are left out.
 
     Raises RequestError for a built-in tool if ignores_builtin is False.
     """

@@ -14,7 +14,7 @@ PRIORITIES = {"high": -10.0, "normal": 0.0, "low": 10.0}
 
 
 class PriorityKind(Kind):
-    """A number, or one of PRIORITIES, which is parsed to its number."""
+    """A number, or a name in PRIORITIES, which is converted to its number."""
 
     types = (int, float, str)
     _kinds = OneOf((Number(), Choice(tuple(PRIORITIES))))

@@ -29,7 +29,7 @@ from .common import PriorityKind
 
 @dataclass(frozen=True, slots=True)
 class LogitBias(Kind):
-    """An object of at most `most` token ids, written as strings, and their biases."""
+    """An object with at most `most` entries: token ids written as strings, and their biases."""
 
     types = (dict,)
     most: int
@@ -101,7 +101,7 @@ def _refused_by_vllm(table: Mapping[str, Neutral], known: Collection[str] = ()) 
 
 
 def sampling_field(name: str, meaning: str = "") -> Field:
-    """Return the field of a sampling parameter; its meaning is by default that of `SamplingParams`."""
+    """Return the field of a sampling parameter. Its meaning is by default that in `SamplingParams`."""
     return Field(name, SAMPLING_KINDS[name], meaning or _TEXTS[name])
 
 
@@ -185,9 +185,10 @@ SAMPLING_FIELDS = [*CHOICE_FIELDS, *TOKEN_FIELDS]
 
 
 def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
-    """Remove structured_outputs and response_format from parsed fields. Return the constraint that they give.
+    """Remove structured_outputs and response_format from parsed fields. Return the constraint that they
+    describe.
 
-    Raises RequestError, whose param is the field.
+    Raises RequestError. The error's `param` is the wrong field.
     """
     constraint = values.pop("structured_outputs", None)
     form = values.pop("response_format", None)
@@ -209,7 +210,7 @@ def constraint_of(values: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def field_of_part(name: str, part: str | None) -> str:
-    """Return the path, in a request body, of a part of a constraint.
+    """Return the path of a constraint's part within a request body.
 
     name: the name of the field that the constraint comes from.
     part: the part's path in StructuredOutputsParams, such as structural_tag.format; None if unknown.

@@ -15,7 +15,7 @@ from ...chat.tools import MAX_FUNCTION_NAME, MAX_TOOLS
 
 
 class FunctionName(Text):
-    """The name of a function, of at most longest characters."""
+    """The name of a function, with at most `longest` characters."""
 
     def parse(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(self._pattern, value):

@@ -39,7 +39,7 @@ class MessageCall(ConversationCall):
         self.converse(self._chat)
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the body, by the names that all calls share, and those without effect."""
+        """Return the fields of the body under their common names, and the names of fields without effect."""
         values, ignored = _read(self.table, body)
         self._chat, left_out = chat_of(values, self.limits)
         if "stop_sequences" in values:
@@ -58,7 +58,7 @@ class MessageCall(ConversationCall):
         return self.chunks(identity, created, model).whole_of(output)
 
     def chunks(self, identity: str, created: int, model: str) -> MessageEvents:
-        """Return what makes the events of a message."""
+        """Return the maker of events for a streamed message."""
         thinking = self.values.get("thinking", {})
         return MessageEvents(
             Head(f"msg_{identity}", "message", created, model),
@@ -86,7 +86,7 @@ class MessageCountCall(TextCall):
             self.conversation, _ = converse(chat, limits)
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the body, and those without effect."""
+        """Return the fields of the body under their common names, and the names of fields without effect."""
         return _read(self.table, body)
 
     def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:

@@ -35,9 +35,9 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_of(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields of a chat body with the same prompt, and the names of tools that are left out.
+    """Return the fields of an equivalent chat body, and the names of the tools that are left out.
 
-    values: the fields of the body, parsed.
+    values: the parsed fields of a body of Anthropic's API.
 
     Raises RequestError naming the field.
     """

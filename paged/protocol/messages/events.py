@@ -30,9 +30,9 @@ _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 
 
 def message_error(status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
-    """Return an error in Anthropic's form, in which only the message names the field.
+    """Return an error in Anthropic's format. Only its message names the wrong field.
 
-    body: the same error in OpenAI's form.
+    body: the same error in OpenAI's format.
     """
     error = body["error"]
     param = error["param"]
@@ -52,10 +52,11 @@ _SEPARATOR = re.compile(r"\s*([:,}])\s*")
 
 
 class MessageEvents(TypedEvents):
-    """The events of a message, in Anthropic's order, and the message that they build.
+    """Makes the events of a streamed message, in Anthropic's order, and from them the whole message.
 
-    shows_thinking: whether the text of thinking is returned, not only the fact that the model thinks.
-    max_tokens: the request's max_tokens. An answer that is cut earlier has filled the context.
+    shows_thinking: whether the message includes the text of the thinking. Otherwise it only says that the
+        model thinks.
+    max_tokens: the request's max_tokens. An answer that is cut off earlier has filled the context.
     """
 
     def __init__(
@@ -75,15 +76,15 @@ class MessageEvents(TypedEvents):
         self._open: dict[str, Any] | None = None
 
     def opening(self) -> list[Event]:
-        """Return the event that precedes all blocks."""
+        """Return the event that precedes all content blocks."""
         return [{"type": "message_start", "message": self._message([], None, None)}]
 
     def before(self, index: int, output: RequestOutput) -> list[Event]:  # noqa: ARG002
-        """Return nothing: no event describes the prompt any further."""
+        """Return an empty list: no further event describes the prompt."""
         return []
 
     def take(self, part: Part) -> list[Event]:
-        """Return the events of a part."""
+        """Return the events for a part of the answer."""
         match part:
             case ContentDelta(text):
                 begun = self._begin_unless_open({"type": "text", "text": ""})
@@ -99,7 +100,7 @@ class MessageEvents(TypedEvents):
                 return [self._delta(text, {"type": "input_json_delta", "partial_json": text})]
 
     def finish(self) -> list[Event]:
-        """Return the events that follow all text."""
+        """Return the events that follow all content."""
         events = self._end_open()
         reason, sequence = self._stop()
         events.append(
@@ -116,7 +117,7 @@ class MessageEvents(TypedEvents):
         return message_error(status, body)
 
     def whole(self) -> dict[str, Any]:
-        """Return the message, after `finish`."""
+        """Return the whole message. Call this after `finish`."""
         return self._message(self._blocks, *self._stop())
 
     def _message(
@@ -196,7 +197,7 @@ class MessageEvents(TypedEvents):
 
 
 def whole_members(text: str) -> dict[str, Any]:
-    """Return the object in a text; if the text is cut off, an object of its complete members."""
+    """Return the JSON object in a text. If the text is cut off, return its complete members."""
     try:
         value = json.loads(text) if text else {}
     except ValueError:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 def fitting(messages: Sequence[Message], fits: Callable[[Sequence[Message]], bool]) -> Sequence[Message]:
     """Drop the oldest messages until the rest fits.
 
-    The system messages at the beginning and the last message stay. A tool result is dropped with its call.
+    System messages at the beginning and the last message are not dropped. A tool result is dropped together
+    with its call.
 
-    fits: returns whether messages fit; if some messages fit, fewer of them fit too.
+    fits: returns whether messages fit. If messages fit, any subset of them must fit too.
     """
     if fits(messages):
         return messages
@@ -64,11 +65,11 @@ class ResponseCall(ConversationCall):
     """A body of /v1/responses.
 
     previous_response_id: the stored response that this one continues.
-    references: the items of stored responses that the input refers to, by their place in the input.
-    needs_stored: whether there are stored parts; then `go_on` must be called first.
+    references: the items of stored responses that the input refers to, by their index in the input.
+    needs_stored: whether the conversation continues stored responses; `go_on` must then be called first.
     wants_store: whether the response should be stored, if possible.
-    keep: stores the response and its conversation, and returns whether there was room; None if nothing is
-        stored.
+    keep: stores the response with its conversation, and returns whether there was room; None if responses are
+        not stored.
     is_cancelled: whether the client has cancelled the response.
     """
 
@@ -110,7 +111,7 @@ class ResponseCall(ConversationCall):
             self.go_on(())
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of the body, by the names that all calls share, and those without effect."""
+        """Return the fields of the body under their common names, and the names of fields without effect."""
         values, ignored = super().read(body)
         self._format: dict[str, Any] = {"type": "text"}
         if "max_output_tokens" in values:
@@ -130,13 +131,13 @@ class ResponseCall(ConversationCall):
 
     @property
     def needs_stored(self) -> bool:
-        """Whether the conversation needs stored responses."""
+        """Whether the conversation continues or refers to stored responses."""
         return self.previous_response_id is not None or bool(self.references)
 
     def go_on(self, earlier: Sequence[Message], referred: Mapping[int, Item] = MappingProxyType({})) -> None:
-        """Set the conversation, which continues an earlier one. Raises RequestError naming the field.
+        """Set the conversation as a continuation of an earlier one. Raises RequestError naming the field.
 
-        referred: the items that the input refers to, by their place in the input.
+        referred: the items that the input refers to, by their index in the input.
         """
         values = self.values
         given = values["input"]
@@ -192,24 +193,27 @@ class ResponseCall(ConversationCall):
             self.conversation.messages = self._with_instructions(fitting(messages, fits))
 
     def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
-        """Return the parameters, with the defaults of the model, after `prompts`. Raises RequestError."""
+        """Return the sampling parameters with the model's defaults. Call `prompts` before this.
+
+        Raises RequestError.
+        """
         self._params = super().params(text, stream=stream)
         return self._params
 
     @staticmethod
     def response_id(identity: str) -> str:
-        """Return the id of the response, as it appears in paths."""
+        """Return the response's id as it appears in paths."""
         return f"{RESPONSE_PREFIX}{identity.replace('/', '_')}"
 
     def body(
         self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
     ) -> dict[str, Any]:
-        """Return the response."""
+        """Return the whole response."""
         (output,) = outputs
         return self.chunks(identity, created, model).whole_of(output)
 
     def chunks(self, identity: str, created: int, model: str) -> ResponseEvents:
-        """Return what makes the events of a response."""
+        """Return the maker of events for a streamed response."""
         head = _Head(self.response_id(identity), "response", created, model)
         return ResponseEvents(
             head,

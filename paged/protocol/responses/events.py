@@ -22,7 +22,7 @@ from ..answers.typed_events import TypedEvents
 
 
 class SingleTokens:
-    """Splits outputs with log-probabilities, deltas or whole ones, into outputs of one token each."""
+    """Splits deltas or whole outputs with log-probabilities into outputs of one token each."""
 
     def __init__(self, decoding: Decoding) -> None:
         tokenizer = decoding.tokenizer
@@ -32,7 +32,7 @@ class SingleTokens:
         self._text = ""
 
     def split(self, completion: CompletionOutput) -> Iterator[tuple[CompletionOutput, int]]:
-        """Yield outputs of one token each, with that token's part of the text; the last one has the rest."""
+        """Yield outputs of one token each, with that token's part of the text. The last has the rest."""
         for token_id, place in zip(completion.token_ids, completion.logprobs or (), strict=False):
             piece = "" if self._detokenizer is None else self._detokenizer.append(token_id)
             self._waiting.append((token_id, place, len(piece)))
@@ -57,7 +57,7 @@ RESPONSE_PREFIX = "resp_"  # of the ids of responses
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response that an item belongs to, given the item's id."""
+    """Return the id of the response to which the item with this id belongs."""
     _, _, rest = item_id.partition("_")
     return f"{RESPONSE_PREFIX}{rest.rpartition('_')[0]}"
 
@@ -88,9 +88,9 @@ class _OpenItem:
 
 
 class ResponseEvents(TypedEvents):
-    """The events of a response, in OpenAI's order, and the response that they build.
+    """Makes the events of a streamed response, in OpenAI's order, and from them the whole response.
 
-    terms: the fields of the response that repeat fields of the request.
+    terms: fields of the request that the response repeats.
     on_end: called with the whole response.
     is_cancelled: returns whether the client has cancelled the response.
     """
@@ -125,7 +125,7 @@ class ResponseEvents(TypedEvents):
         ]
 
     def chunks_of(self, choice: int, completion: CompletionOutput) -> list[Event]:
-        """Return the events of a delta. Log-probabilities go to the items that contain their tokens."""
+        """Return the events of a delta. Log-probabilities go into the items that contain their tokens."""
         if completion.logprobs is None:
             return super().chunks_of(choice, completion)
         if self._tokens is None:
@@ -139,7 +139,7 @@ class ResponseEvents(TypedEvents):
         return events
 
     def take(self, part: Part) -> list[Event]:
-        """Return the events of a part."""
+        """Return the events for a part of the answer."""
         match part:
             case ContentDelta(text):
                 return self._add_text("message", text)
@@ -167,7 +167,7 @@ class ResponseEvents(TypedEvents):
         return [*events, self._event(f"response.{status}", response=self._whole)]
 
     def error(self, status: int, body: dict[str, Any]) -> Event:
-        """Return the event of a response that failed or was cancelled."""
+        """Return the event that says that the response failed or was cancelled."""
         if self._is_cancelled():
             return self._event("response.failed", response=self.response("cancelled"))
         code = "server_error" if status >= FAILED else "invalid_prompt"
@@ -176,11 +176,11 @@ class ResponseEvents(TypedEvents):
         return self._event("response.failed", response={**self.response("failed"), "error": error})
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole response, after `finish`."""
+        """Return the whole response. Call this after `finish`."""
         return self._whole
 
     def response(self, status: str) -> dict[str, Any]:
-        """Return the response with the items that are complete so far."""
+        """Return the response with this status and the items that are complete so far."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             **self.head.as_json(),

@@ -224,7 +224,7 @@ class _Includable(Choice):
 
 @dataclass(frozen=True, slots=True)
 class ResponseMetadata(Kind):
-    """A few names and texts."""
+    """An object of a few names and texts."""
 
     types: ClassVar[tuple[type, ...]] = (dict,)
 

@@ -13,11 +13,11 @@ Item = Mapping[str, Any]
 
 
 def messages_of(items: str | Sequence[Item], earlier: Sequence[Message] = ()) -> list[Message]:
-    """Convert items to messages, and append them to those of an earlier response.
+    """Convert items to messages, and append them to the messages of an earlier response.
 
-    items: as the table of the body parses them.
+    items: a text, or the parsed items of the input.
 
-    Raises RequestError for items in an order that no conversation has.
+    Raises RequestError for items in an impossible order.
     """
     given = [{"type": "message", "role": "user", "content": items}] if isinstance(items, str) else items
     turns = _Turns(earlier)
@@ -115,7 +115,7 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def num_system(messages: Sequence[Message]) -> int:
-    """Return how many system messages the conversation begins with."""
+    """Return the number of system messages at the beginning of a conversation."""
     num = 0
     while num < len(messages) and messages[num]["role"] in ("system", "developer"):
         num += 1
@@ -123,9 +123,9 @@ def num_system(messages: Sequence[Message]) -> int:
 
 
 def with_instructions(messages: Sequence[Message], instructions: str | None) -> list[Message]:
-    """Return the messages with the instructions first.
+    """Return the messages with the instructions as the first message.
 
-    They are merged with the system messages at the beginning: many templates take only one.
+    The instructions are merged with system messages at the beginning, since many templates accept only one.
     """
     num = num_system(messages)
     if num + (instructions is not None) < 2:

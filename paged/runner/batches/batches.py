@@ -18,24 +18,23 @@ Step = TypeVar("Step")
 
 
 class Batches(Protocol[Step]):
-    """Makes the batch of each step, for one model on one device, from the step's plan and the state of the
-    seats.
+    """Makes the batch of each step from the step's plan and the seats' state, for one model on one device.
 
-    The state of a seat is its last token and its block tables. `HostBatches` keeps it on the host,
+    The state of a seat is its request's last token and block tables. `HostBatches` stores it on the host,
     `SeatedBatches` on a GPU.
     """
 
     def put(self, plan: ComputedPart, upload: Upload) -> Step:
-        """Add what the device needs for the batch of a step to the upload."""
+        """Add to the upload what the device needs for the batch of a step."""
 
     def batch(self, step: Step) -> Batch:
-        """Make the batch of a step whose upload is sent."""
+        """Make the batch of a step, once its upload is sent."""
 
     def places(self, step: Step) -> SampledPlaces | None:
-        """Return the seats and positions of what a step samples, on the device; None: the host sends them."""
+        """Return seats and positions of the sampled rows, if they are on the device, or else None."""
 
     def record(self, step: Step, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits], for the next step to read."""
+        """Store a step's drawn tokens, i64[num_logits], for the next step to read."""
 
 
 class StepAdapters(NamedTuple):

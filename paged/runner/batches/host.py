@@ -42,13 +42,13 @@ class _Step:
 
 
 class HostBatches:
-    """Makes batches on the host, where it keeps the state of each seat. The reference for `SeatedBatches`.
+    """Makes batches on the host, which stores the state of each seat. The reference for `SeatedBatches`.
 
-    On a CPU, if the same seats decode again, their last batch is advanced in place and returned once more,
-    because making tensors costs more than changing them. The caller must be done with the earlier batch by
-    then.
+    On a CPU, if the same seats decode again, their last batch is advanced in place and returned again,
+    because changing tensors is cheaper than making them. The caller must then no longer use the earlier
+    batch.
 
-    num_kept: how many batches of different seats are kept for reuse: as many as steps may be in flight.
+    num_kept: how many batches are kept for reuse: as many as steps may be in flight.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HostBatches:
         return self._step(plan, upload)
 
     def batch(self, step: _Step | _Decodes) -> Batch:
-        """Make the batch of a step whose upload is sent."""
+        """Make the batch of a step, once its upload is sent."""
         if isinstance(step, _Decodes):
             return step.batch
         num_groups = len(step.token_sizes) - 4
@@ -118,10 +118,10 @@ class HostBatches:
         return batch
 
     def places(self, step: _Step | _Decodes) -> None:
-        """Return None: the sampler sends what it needs."""
+        """Return None: the sampler sends seats and positions itself."""
 
     def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits]. On a GPU, this waits for the tokens."""
+        """Store a step's drawn tokens, i64[num_logits]. On a GPU, this waits for the tokens."""
         drawn = tokens.cpu().numpy()
         decodes = step if isinstance(step, _Decodes) else step.decodes
         if decodes is None:
@@ -346,7 +346,7 @@ def _queries(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Queries:
 
 
 def pad_tables(tables: Sequence[array[int]]) -> array[int]:
-    """Pad block tables with zeros to equal length, one after another: [num_seqs * max_blocks_per_seq]."""
+    """Pad block tables with zeros to equal length, and join them: [num_seqs * max_blocks_per_seq]."""
     width = max(map(len, tables))
     zeros = array("i", bytes(4 * width))
     rows = array("i")

@@ -88,19 +88,20 @@ class _Step(NamedTuple):
 
 
 class SeatedBatches:
-    """Makes batches on a GPU, which keeps the last token and the block tables of each seat's request.
+    """Makes batches on a GPU, which stores the last token and the block tables of each seat's request.
 
-    A step all of whose tokens are sampled from is unpacked into tensors that stay where they are, so that a
-    CUDA graph can read them. Block tables are as wide as the longest request needs: launches do not depend on
-    the lengths of a step, beyond the choice of `max_seq_len`.
+    If a step samples after each of its tokens, it is unpacked into tensors at fixed addresses, so that a CUDA
+    graph can read them. Block tables are as wide as the longest possible request needs; launches therefore
+    depend on a step's lengths only through `max_seq_len`.
 
-    split_keys: contexts up to so many tokens are one split for attention.
-    max_run: the most tokens of a request in a step of decodes: more than one with drafts.
-    padded_sizes: numbers of rows, in ascending order, to which decodes are padded; those beyond are not.
+    split_keys: attention does not split contexts of up to this many tokens.
+    max_run: maximum number of tokens of a request in a decode step; more than one with drafts.
+    padded_sizes: the numbers of rows to which decode steps are padded, in ascending order. Larger steps are
+        not padded.
 
     `HostBatches` is the reference.
 
-    Raises ResourceError if there is no memory for so many seats.
+    Raises ResourceError if memory does not suffice for all seats.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class SeatedBatches:
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
-        """Add what the device needs for the batch of a step to the upload."""
+        """Add to the upload what the device needs for the batch of a step."""
         num_new = np.array(plan.counts, np.int32)
         num_rows = len(num_new)
         rows, max_entries = self._rows(plan)
@@ -208,7 +209,7 @@ class SeatedBatches:
         )
 
     def batch(self, step: _Step) -> Batch:
-        """Make the batch of a step whose upload is sent."""
+        """Make the batch of a step, once its upload is sent."""
         out = self.unpack(step)
         num_rows = step.num_rows
         num_tokens = step.num_tokens
@@ -233,7 +234,7 @@ class SeatedBatches:
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
-        """Have the device make the numbers of a step whose upload is sent."""
+        """Have the device compute the tensors of a step, once its upload is sent."""
         if step.last_tokens is not None:
             seats, tokens = step.last_tokens
             self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
@@ -259,20 +260,20 @@ class SeatedBatches:
         return out
 
     def places(self, step: _Step) -> SampledPlaces | None:
-        """Return where the sampled rows of a step are whose batch is made; None: it samples nothing."""
+        """Return seats and positions of a step's sampled rows, once its batch is made; None without any."""
         if step.sampled is not None:
             seats, positions = step.sampled
             return SampledPlaces(seats.tensor, positions.tensor)
         return None if step.out is None else places_in(step.out, step.num_logits)
 
     def record(self, step: _Step, tokens: Tensor) -> None:
-        """Keep the tokens that a step has drawn, i64[num_logits], as the last ones of their seats."""
+        """Store a step's drawn tokens, i64[num_logits], as the last tokens of their seats."""
         places = self.places(step)
         if places is not None:
             self.last_tokens.index_copy_(0, places.seats, tokens)
 
     def static(self, num_rows: int, num_tokens: int) -> StepTensors:
-        """Return the first rows and tokens of the tensors that stay where they are."""
+        """Return the first rows and tokens of the tensors at fixed addresses."""
         sizes = num_rows, num_tokens
         found = self._parts.get(sizes)
         if found is None:
@@ -297,7 +298,7 @@ class SeatedBatches:
         )
 
     def clear(self, num_rows: int) -> None:
-        """Make the step of so many decodes one that computes nothing: all of its rows pad it."""
+        """Fill the fixed tensors for `num_rows` decodes with padding rows only, which compute nothing."""
         by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_rows)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()
@@ -307,9 +308,9 @@ class SeatedBatches:
             by_token[-1].fill_(1)
 
     def padded_batch(self, num_rows: int, *, is_short: bool) -> Batch:
-        """Return the batch of decodes that are padded to so many rows, whichever of them the step has.
+        """Return the batch of a decode step that is padded to `num_rows` rows.
 
-        is_short: whether no context is split.
+        is_short: whether attention splits no context.
         """
         out = self.static(num_rows, num_rows)
         max_seq_len = self._split_keys if is_short else None
@@ -377,7 +378,7 @@ class SeatedBatches:
 
 
 def places_in(out: StepTensors, num_tokens: int) -> SampledPlaces:
-    """Return where the first tokens of a step are, all of which are sampled from."""
+    """Return seats and positions of a step's first num_tokens tokens, if all of them are sampled from."""
     by_token = out.by_token
     return SampledPlaces(by_token[SEAT_OF_TOKEN, :num_tokens], by_token[DRAWN_AT, :num_tokens])
 
