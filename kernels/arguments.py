@@ -22,6 +22,7 @@ from .checks import (
     check_eps,
     check_flag,
     check_indices,
+    check_limits,
     check_multiple,
     check_once,
     check_positive,
@@ -39,7 +40,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_call(name: str, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of an operation. Raise ValueError if one is wrong."""
+    """Check the arguments of an operation. Raises ValueError if one is wrong."""
     call = Rules(arguments)
     getattr(call, name)()
     if call.written and call.reads_contents:
@@ -47,7 +48,7 @@ def check_call(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 class KernelCall:
-    """The arguments of a call, and which tensors among them were checked as written and as read."""
+    """The arguments of a call, and the tensors that were checked as being written or read."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
@@ -77,7 +78,7 @@ class KernelCall:
         written: bool = False,
         contiguous: bool = False,
     ) -> Tensor:
-        """Check and return a tensor."""
+        """Check an argument that is a tensor, and return it."""
         tensor: Tensor = self[name]
         if shape is None:
             check_tensor(name, tensor)
@@ -97,15 +98,15 @@ class KernelCall:
         return tensor
 
     def rows(self, name: str, *, written: bool = False) -> Tensor:
-        """Check and return a tensor [num_rows, size] of numbers."""
+        """Check an argument that is a tensor [num_rows, size] of numbers, and return it."""
         return self.tensor(name, (None, None), KERNEL_DTYPES, written=written)
 
     def like(self, name: str, other: Tensor, *, written: bool = False) -> Tensor:
-        """Check and return a tensor of the shape and dtype of another."""
+        """Check an argument that has the shape and dtype of another tensor, and return it."""
         return self.tensor(name, other.shape, other.dtype, written=written)
 
     def indices(self, name: str, size: int | None, what: str, limit: int, *, once: bool = False) -> Tensor:
-        """Check and return i64[size], a tensor of numbers below a limit.
+        """Check an argument i64[size] of indices from 0 to limit - 1, and return it.
 
         once: whether all numbers must be different.
         """
@@ -129,9 +130,7 @@ _FILTERS = {
 
 
 class Rules(KernelCall):
-    """The checks of each operation's arguments, one method for each operation. `reference` has
-    their shapes.
-    """
+    """The checks of operations' arguments, one method per operation. `reference` documents the shapes."""
 
     def take_rows(self) -> None:
         table = self.rows("table")
@@ -184,6 +183,9 @@ class Rules(KernelCall):
         self.rows("x", written=True)
         check_flag("tanh", self["tanh"])
 
+    def relu_squared(self) -> None:
+        self.rows("x", written=True)
+
     def clamped_swiglu(self) -> None:
         self.silu_and_mul()
         check_positive("limit", self["limit"])
@@ -222,7 +224,7 @@ class Rules(KernelCall):
             self.tensor("bias", (num_experts, out_features), x.dtype)
 
     def grouped_rows(self, x: Tensor, num_experts: int) -> None:
-        """Check which rows of x each expert has."""
+        """Check the arguments that say which rows of x belong to which expert."""
         offsets = self.tensor("offsets", (num_experts + 1,), torch.int32, contiguous=True)
         num_rows = len(x)
         if self.has("sources"):
@@ -319,7 +321,17 @@ class Rules(KernelCall):
 
     def gated_norm(self) -> None:
         x = self.tensor("x", (None, None, None), KERNEL_DTYPES)
-        self._norm(x)
+        check_positive("x.shape[-1]", x.shape[-1])
+        check_flag("gate_first", self["gate_first"])
+        if self.has("weight"):
+            num_heads, size = x.shape[1:]
+            weight = self.tensor("weight", (None,), x.dtype)
+            if len(weight) not in (size, num_heads * size):
+                raise ValueError(
+                    f"weight must have the {size} numbers of a head, or {num_heads * size} of all, got "
+                    f"{len(weight)}"
+                )
+            check_eps(self["eps"])
         self.tensor("gate", (len(x), x.shape[1] * x.shape[2]), x.dtype)
 
     def add_lora(self) -> None:
@@ -377,6 +389,25 @@ class Rules(KernelCall):
         for name in ("rates", "time_bias"):
             self.tensor(name, (num_heads,), torch.float32, contiguous=True)
         self._sequences(len(qkv), num_slots)
+
+    def mamba2_scan(self) -> None:
+        x = self.rows("x")
+        states = self.tensor("states", (None,) * 4, torch.float32, written=True)
+        num_slots, num_heads, state_dim, head_dim = states.shape
+        for name, value in {"num_heads": num_heads, "state_dim": state_dim, "head_dim": head_dim}.items():
+            check_positive(name, value)
+        of_groups = x.shape[1] - num_heads * head_dim
+        num_groups = of_groups // (2 * state_dim)
+        if of_groups <= 0 or of_groups % (2 * state_dim) or num_heads % num_groups:
+            raise ValueError(
+                f"x must have {num_heads} heads of {head_dim} numbers, and B and C of {state_dim} in groups "
+                f"that divide these, got {x.shape[1]} columns"
+            )
+        self.tensor("time_steps", (len(x), num_heads), x.dtype)
+        for name in ("rates", "time_bias", "skip"):
+            self.tensor(name, (num_heads,), torch.float32, contiguous=True)
+        check_limits("limits", self["limits"])
+        self._sequences(len(x), num_slots)
 
     def _sequences(self, num_tokens: int, num_slots: int) -> None:
         """Check which tokens each sequence has, and the slot of its state."""

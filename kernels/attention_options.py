@@ -26,7 +26,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class AttentionOptions(NamedTuple):
-    """The options of `paged_attention`; `gpu.attention.paged_attention` explains each."""
+    """The options of `paged_attention`. `gpu.attention.paged_attention` explains each option."""
 
     scale: float
     max_seqlen_q: int
@@ -46,7 +46,7 @@ FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """What attention derives from the lengths of a batch. It is computed once for all layers of the same
+    """What attention derives from the lengths of a batch, computed once for all layers with the same
     `layout`.
 
     Each backend adds the fields that its kernels read.
@@ -63,9 +63,7 @@ def layout_of(
     seq_lens: Tensor,
     options: AttentionOptions,
 ) -> tuple[object, ...]:
-    """Return everything that layers with a common plan must agree in: shapes, dtypes, strides
-    and plain options.
-    """
+    """Return what layers that share a plan must have in common: shapes, dtypes, strides and plain options."""
     return (
         query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
         value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,
@@ -74,7 +72,7 @@ def layout_of(
 
 
 def check_plan(plan: AttentionPlan | None, kind: type[AttentionPlan]) -> None:
-    """Raise ValueError unless there is no plan, or one of this backend."""
+    """Raise ValueError unless `plan` is None or a plan of this backend."""
     if plan is not None and type(plan) is not kind:
         raise ValueError(f"plan must be from plan_attention of this backend, got {type(plan).__name__}")
 
@@ -102,9 +100,9 @@ def check_attention(
     *,
     any_layout: bool = False,
 ) -> None:
-    """Raise ValueError unless the inputs fit together; see `must_read_contents` for what they hold.
+    """Raise ValueError unless the inputs fit together. For the tensors' contents, see `must_read_contents`.
 
-    any_layout: accept all strides and head dimensions, as plain torch does.
+    any_layout: whether all strides and head dimensions are accepted, as in plain torch.
     """
     if not isinstance(options, AttentionOptions):
         raise ValueError(f"options must be AttentionOptions, got {type(options).__name__}")
@@ -174,7 +172,7 @@ def check_contents(
     num_tokens: int,
     options: AttentionOptions,
 ) -> None:
-    """Raise ValueError unless every read stays inside the tensors. Copies int32 tensors to the host."""
+    """Raise ValueError unless every read stays inside the tensors. Copies the int32 tensors to the host."""
     num_blocks, block_size = key_cache.shape[:2]
     starts = cu_seqlens_q.tolist()
     lengths = seq_lens.tolist()

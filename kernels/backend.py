@@ -28,8 +28,8 @@ BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 class Kernels(Protocol):
     """A backend: one implementation of every operation, and its capabilities.
 
-    The modules `gpu.backend`, `cpu.backend` and `plain.backend` implement it. `reference` defines the
-    operations, and has the shapes of their parameters.
+    The modules `gpu.backend`, `cpu.backend` and `plain.backend` implement this protocol. `reference` defines
+    the operations and documents the shapes of their parameters.
     """
 
     name: str  # for messages; callers decide by the capabilities below
@@ -41,48 +41,45 @@ class Kernels(Protocol):
 
     @property
     def unpack_step(self) -> UnpackStep | None:
-        """The function that makes a step's batch on the device from one upload; None if the host
-        makes batches.
-        """
+        """The function that makes a step's batch on the device; None if the host makes batches."""
 
     @property
     def take_parameters(self) -> TakeParameters | None:
-        """Takes the sampling parameters of rows out of those of seats, on the device; None: not needed, as
-        the host sends those of rows.
-        """
+        """Looks up rows' sampling parameters by seat on the device. None if the host sends them."""
 
     @property
     def step_recorder(self) -> Callable[[int, Sequence[int]], StepRecorder] | None:
-        """Makes a recorder of steps, from num_heads and num_kv_heads of each layer group. None: steps are not
-        recorded.
+        """The factory of step recorders; None if steps are not recorded.
+
+        It takes num_heads, and num_kv_heads of each layer group.
         """
 
     @property
     def greedy_of_allowed(self) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-        """See `reference.greedy_of_allowed`. None: masking the logits first is as fast."""
+        """See `reference.greedy_of_allowed`. None if masking the logits first is as fast."""
 
     def partial_bytes(self, num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
-        """Return the most bytes of partial results that attention allocates; they grow with the batch."""
+        """Return the maximum size in bytes of attention's partial results, which grow with the batch."""
 
     def compile_for(self, needs: Needs, progress: Any = None) -> Callable[[], None]:
-        """Begin to compile what an engine needs before it is ready. Call the result to wait for it.
+        """Begin to compile the kernels that an engine needs. Return a function that waits until they are
+        compiled.
 
         progress: see `load_kernels`.
         """
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:
-        """Call `compiled` for every kernel that a launch inside this context compiles."""
+        """Return a context that calls `compiled` for every kernel that a launch inside it compiles."""
 
     def most_decode_q(self, head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-        """Return up to how many new tokens a sequence may be a decode, see `gpu.attention.paged_attention`.
+        """Return the maximum number of new tokens of a decode; see max_decode_q of
+        `gpu.attention.paged_attention`.
 
-        group: query heads that share a KV head.
+        group: number of query heads that share a KV head.
         """
 
     def head_dims(self) -> range:
-        """Return the head dimensions that attention supports. Raises ValueError if it has no kernel for the
-        current device.
-        """
+        """Return the head dimensions that attention supports. Raises ValueError for an unsupported GPU."""
 
     def check_cache_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError if the current device cannot read a cache of this dtype."""
@@ -139,6 +136,8 @@ class Kernels(Protocol):
 
     def gelu(self, x: Tensor, *, tanh: bool) -> None: ...
 
+    def relu_squared(self, x: Tensor) -> None: ...
+
     def add(self, x: Tensor, out: Tensor) -> None: ...
 
     def scale_and_cap(self, x: Tensor, factor: float, softcap: float | None = None) -> None: ...
@@ -166,10 +165,10 @@ class Kernels(Protocol):
         sources: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Multiply the rows of each expert by the expert's weight, stored as it was loaded. For packed
-        weights, see `panels` and `codes`.
+        """Multiply the rows of each expert by the expert's weight, in its loaded dtype.
 
-        The offsets stay on the device; the launch does not depend on them.
+        For packed weights, see `panels` and `codes`. The offsets stay on the device; the launch does not
+        depend on them.
         """
 
     def sum_experts(
@@ -183,7 +182,9 @@ class Kernels(Protocol):
 
     def scale_by_sigmoid(self, x: Tensor, gate: Tensor) -> None: ...
 
-    def gated_norm(self, x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor: ...
+    def gated_norm(
+        self, x: Tensor, weight: Tensor | None, gate: Tensor, eps: float, *, gate_first: bool = False
+    ) -> Tensor: ...
 
     def short_conv(
         self,
@@ -197,7 +198,7 @@ class Kernels(Protocol):
         *,
         gated: bool,
     ) -> Tensor:
-        """Convolve along time. The launch depends on the number of tokens alone, as that of `gated_delta`."""
+        """Convolve along time. As in `gated_delta`, the launch depends only on the number of tokens."""
 
     def gated_delta(
         self,
@@ -209,6 +210,21 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+    ) -> Tensor: ...
+
+    def mamba2_scan(
+        self,
+        x: Tensor,
+        time_steps: Tensor,
+        rates: Tensor,
+        time_bias: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        slots: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens_q: Tensor,
+        *,
+        limits: tuple[float, float],
     ) -> Tensor: ...
 
     def add_lora(
@@ -235,7 +251,7 @@ class Kernels(Protocol):
         cu_seqlens_q: Tensor,
         options: AttentionOptions,
     ) -> AttentionPlan:
-        """Check the inputs of one layer, and compute what all layers of its layout share in this step."""
+        """Check the inputs of one layer. Return a plan for all layers with its layout in this step."""
 
     def paged_attention(
         self,
@@ -250,8 +266,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attend from each new token to the cached K and V of its sequence.
 
-        plan: from `plan_attention`, for all layers of one layout; without it one is made for this call.
-            Returns [num_tokens, num_heads, value_dim].
+        plan: the plan from `plan_attention` for all layers of one layout; None makes a plan for this call
+            only. Returns [num_tokens, num_heads, value_dim].
         """
 
     def apply_penalties(
@@ -293,15 +309,16 @@ class Kernels(Protocol):
 def load_kernels(
     name: BackendName, progress: Any = None, *, checked: bool = True, ahead: bool = True
 ) -> Kernels:
-    """Return the kernels of one backend.
+    """Return the kernels of the backend with this name.
 
-    progress: see `cpu.compiling.Progress`; shows what is compiled now, which is logged otherwise.
-    checked: False: leave out the checks that are skipped in `checks.TrustedContents`, and the cost of asking
-        for it. For a caller that proves its arguments, as the engine does.
-    ahead: compile all that numba compiles now. False: when asked for by `Kernels.compile_for`, or launched.
+    progress: shows what is being compiled, see `cpu.compiling.Progress`; None logs it instead.
+    checked: False leaves out the checks that `checks.TrustedContents` skips, for a caller that guarantees its
+        arguments, as the engine does.
+    ahead: whether to compile all numba kernels now. If False, they are compiled by `Kernels.compile_for` or
+        when launched.
 
-    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if numba has no
-    directory to keep compiled kernels in.
+    Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if there is no
+    directory for compiled kernels.
     """
     kernels = _load(name, progress, ahead)
     if checked:

@@ -13,7 +13,7 @@ _BARE: dict[Callable[..., Any], Callable[..., Any]] = {}  # the operation that e
 
 
 def checked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Decorate an operation: calls outside `TrustedContents` are checked first."""
+    """Decorate an operation so that calls outside `TrustedContents` are checked first."""
     check = checked_as(operation.__name__)(operation)
 
     @wraps(operation)
@@ -25,7 +25,7 @@ def checked(operation: Callable[P, T]) -> Callable[P, T]:
 
 
 def checked_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function that has the parameters of the named operation: every call is checked first."""
+    """Decorate a function with the parameters of the operation `name`: every call is checked first."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -46,5 +46,5 @@ def checked_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def unchecked(operation: Callable[P, T]) -> Callable[P, T]:
-    """Return an operation without the check of `checked`, for callers that have proven their arguments."""
+    """Return an operation without the check of `checked`, for callers that guarantee their arguments."""
     return _BARE.get(operation, operation)

@@ -15,10 +15,10 @@ QUANTIZED_DTYPES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def check_scales(
     key_cache: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError unless a plain cache has no scales, and a quantised one has both.
+    """Raise ValueError unless the scales suit the cache: none for a plain cache, both for a quantised cache.
 
-    dtype: the dtype of queries, keys and values. A plain cache has the same, or for float32 a narrower one.
-        Scales are f32[num_blocks, num_kv_heads, block_size], contiguous.
+    dtype: the dtype of queries, keys and values. A plain cache has the same dtype, or a narrower one if this
+        is float32. Scales are contiguous f32[num_blocks, num_kv_heads, block_size].
     """
     scales = {"key_scales": key_scales, "value_scales": value_scales}
     plain = KERNEL_DTYPES if dtype == torch.float32 else (dtype,)
@@ -38,13 +38,13 @@ def check_scales(
 
 
 def check_cache_dtype(dtype: torch.dtype) -> None:
-    """Accept every dtype: torch and the CPU kernels read them all."""
+    """Accept every dtype, since torch and the CPU kernels can read all of them."""
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless `tensor` is a tensor whose memory a kernel can use.
 
-    In `TrustedContents` only the type is checked.
+    Inside `TrustedContents`, only the type is checked.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -68,7 +68,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 def check_shape(
     name: str, tensor: Tensor, shape: Sequence[int | None], dtype: torch.dtype | None = None
 ) -> None:
-    """Raise ValueError unless `tensor` has this shape (None: any size) and, where given, this dtype."""
+    """Raise ValueError unless `tensor` has this shape (None: any size) and, if given, this dtype."""
     check_tensor(name, tensor)
     if tensor.dim() != len(shape) or any(
         want is not None and got != want for got, want in zip(tensor.shape, shape, strict=True)
@@ -106,7 +106,7 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 def check_span(name: str, tensor: Tensor) -> None:
     """Raise ValueError if an offset within one `tensor[i]` needs more than 32 bits.
 
-    Kernels compute offsets of tokens and blocks in 64 bits, and offsets within one in 32.
+    Kernels compute offsets of whole tokens and blocks in 64 bits, and offsets inside a token or block in 32.
     """
     shape = tensor.shape
     strides = tensor.stride()
@@ -118,9 +118,10 @@ def check_span(name: str, tensor: Tensor) -> None:
 
 
 def check_apart(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if elements of `tensor`, which is written, share memory, as after `expand`.
+    """Raise ValueError if elements of `tensor` share memory, as after `expand`. For tensors that are written.
 
-    An inference tensor is refused outside torch.inference_mode(), where torch itself refuses to write to it.
+    An inference tensor is refused outside torch.inference_mode(), because torch itself does not write to it
+    there.
     """
     if not _trust.is_given and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
@@ -134,7 +135,7 @@ def check_apart(name: str, tensor: Tensor) -> None:
 
 
 def check_alone(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if one of the `written` tensors shares memory with another, or with one of `read`.
+    """Raise ValueError if a `written` tensor shares memory with another written tensor or with a `read` one.
 
     Two tensors of the same shape and strides may interleave, as keys and values do in [num_blocks, 2, ...].
     """
@@ -202,10 +203,15 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
+def check_limits(name: str, limits: tuple[float, float]) -> None:
+    """Raise ValueError unless `limits` are two numbers from 0 on, the second no less; it may be infinite."""
+    is_pair = isinstance(limits, tuple) and len(limits) == 2 and {*map(type, limits)} <= {int, float}
+    if not is_pair or not 0 <= limits[0] <= limits[1]:
+        raise ValueError(f"{name} must be two ascending numbers from 0 on, got {limits!r}")
+
+
 def check_flag(name: str, value: bool) -> None:
-    """Raise ValueError unless `value` is True or False: any other value would compile another
-    specialisation.
-    """
+    """Raise ValueError unless `value` is True or False. Other values would compile more specialisations."""
     if type(value) is not bool:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
@@ -217,7 +223,7 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 
 
 def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
-    """Raise ValueError unless all of `tensor` are indices below `size`. Copies it to the host."""
+    """Raise ValueError unless all numbers in `tensor` are indices below `size`. Copies it to the host."""
     if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
         low = int(tensor.min())
         high = int(tensor.max())
@@ -225,7 +231,7 @@ def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
 
 
 def check_range(name: str, tensor: Tensor, low: float, high: float) -> None:
-    """Raise ValueError unless low <= number <= high for all of `tensor`. Copies it to the host."""
+    """Raise ValueError unless low <= number <= high for all numbers in `tensor`. Copies it to the host."""
     outside = tensor[~((tensor >= low) & (tensor <= high))]
     if len(outside):
         raise ValueError(f"{name} must be between {low:g} and {high:g}, got {outside[0].item()}")
@@ -249,10 +255,10 @@ _trust = _Trust()
 
 
 class TrustedContents:
-    """A context in which arguments are known to be right, so that launchers do not check their contents.
+    """A context in which arguments are known to be right, so that launchers do not check tensors' contents.
 
-    Steps of an engine run in it. On a CPU nothing is checked again; GPU launchers check shapes, dtypes and
-    strides all the same. With PAGED_DEBUG=1 it changes nothing.
+    An engine's steps run in this context. On a CPU nothing is checked; GPU launchers still check shapes,
+    dtypes and strides. With PAGED_DEBUG=1 the context has no effect.
     """
 
     __slots__ = ("_before",)
@@ -266,19 +272,19 @@ class TrustedContents:
 
 
 def is_trusted() -> bool:
-    """Return whether this thread is in `TrustedContents`."""
+    """Return whether this thread is inside `TrustedContents`."""
     return _trust.is_given
 
 
 def must_read_contents(device: torch.device) -> bool:
     """Return whether a launcher must check the indices, lengths and slots in its tensors.
 
-    On a CPU it must, except in `TrustedContents`. On a GPU the host would have to wait for them, so only
-    PAGED_DEBUG=1 turns these checks on.
+    On a CPU it must, except inside `TrustedContents`. On a GPU the host would have to wait for the contents,
+    so only PAGED_DEBUG=1 turns these checks on.
     """
     return not _trust.is_given if device.type == "cpu" else in_debug_mode()
 
 
 def in_debug_mode() -> bool:
-    """Return whether PAGED_DEBUG=1 is set: launchers then check lengths, tables and slots on the host."""
+    """Return whether PAGED_DEBUG=1 is set. Launchers then check lengths, tables and slots on the host."""
     return os.environ.get("PAGED_DEBUG", "0") == "1"

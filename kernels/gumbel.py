@@ -46,7 +46,7 @@ _WORD = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Compute Philox 4x32-10 (Salmon et al. 2011): four words of a counter and a key, u32 in i64, to four."""
+    """Compute Philox 4x32-10 (Salmon et al. 2011): four words from a counter and a key, as u32 in i64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -75,7 +75,7 @@ def random_bits(
 
 
 def gumbel(bits: Tensor) -> Tensor:  # i64[...] -> f32[...]
-    """Make Gumbel noise of 64 random bits; negative ones are nearer to u = 0, where E is large."""
+    """Make Gumbel noise from 64 random bits. Negative bits lie nearer to u = 0, where E is large."""
     near = ((bits ^ (bits >> 63)) | 1).float() * 2.0**-64
     log_near = _log(near)
     small = -(log_near + near * _polynomial(near, SMALL_POLYNOMIAL))
@@ -85,7 +85,7 @@ def gumbel(bits: Tensor) -> Tensor:  # i64[...] -> f32[...]
 def gumbel_noise(
     seeds: Tensor, positions: Tensor, vocab_size: int
 ) -> Tensor:  # i64[n], i64[n] -> f32[n, vocab]
-    """Return the noise of every token of n rows."""
+    """Return the noise for every token of n rows."""
     tokens = torch.arange(vocab_size, device=seeds.device)[None, :]
     return gumbel(random_bits(seeds[:, None], positions[:, None], tokens))
 

@@ -14,10 +14,10 @@ _ORDERS = ((0, 1), (32, 16), (256, 16), (256, 32))  # block_inputs and run
 
 @dataclass(frozen=True, slots=True)
 class HalfBytes:
-    """Codes [num_rows, num_inputs] of 4 bits, which nothing has unpacked yet.
+    """4-bit codes [num_rows, num_inputs], not unpacked yet.
 
-    A row is one block after the other. Of `run` bytes of its codes the low halves come first and then the
-    high ones; where `run` is 1, a byte has two neighbours.
+    A row consists of consecutive blocks. In every `run` bytes of codes, the low halves of all bytes come
+    first and then the high halves. If `run` is 1, a byte holds two adjacent codes.
     """
 
     rows: Tensor  # u8[num_rows, bytes]
@@ -29,24 +29,24 @@ class HalfBytes:
 
     @property
     def shape(self) -> torch.Size:
-        """[num_rows, num_inputs]."""
+        """The shape [num_rows, num_inputs]."""
         return torch.Size((len(self.rows), self.num_inputs))
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the unpacked codes."""
+        """The dtype of the unpacked codes."""
         return torch.uint8
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """The device of the bytes."""
         return self.rows.device
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, rows: Tensor | slice) -> HalfBytes:
-        """Return these rows."""
+        """Return these rows only."""
         return replace(self, rows=self.rows[rows])
 
     def unpacked(self) -> Tensor:
@@ -59,7 +59,7 @@ class HalfBytes:
         return torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)[:, : self.num_inputs]
 
     def check(self) -> None:
-        """Raise ValueError unless the bytes are those of codes in an order that kernels know."""
+        """Raise ValueError unless the bytes hold codes in an order that kernels support."""
         check_shape("codes.rows", self.rows, (None, None), torch.uint8)
         check_contiguous("codes.rows", self.rows)
         check_between("codes.num_inputs", self.num_inputs, 1, 2**31 - 1)

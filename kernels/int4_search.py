@@ -21,7 +21,7 @@ RANGES = tuple(
 
 
 class Fit(NamedTuple):
-    """The best scale and zero [n] for some codes of groups, and how much of their squares they explain."""
+    """The best scale and zero [n] for some groups of codes, and how much of the squares they explain."""
 
     scale: Tensor
     zero: Tensor
@@ -29,9 +29,10 @@ class Fit(NamedTuple):
 
 
 def best_fit(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Find scales and zeros, f32[n], with which codes from -8 to 7 approximate groups [size, n] best.
+    """Find the scales and zeros, f32[n], with which codes from -8 to 7 best approximate groups [size, n].
 
-    levels: float32; size is a power of two. Groups with NaN, or with equal numbers, have NaN.
+    levels: f32[size, n]; size is a power of two. The result is NaN for groups with NaN or with equal numbers
+        only.
     """
     codes = torch.empty_like(levels)
     scratch = torch.empty_like(levels)

@@ -15,12 +15,12 @@ from .routing import ExpertRows, RoutingOptions
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Convert to float32; float64 stays as it is."""
+    """Convert to float32. float64 stays float64."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return rows of a table [n, size] by i64[m]: [m, size], in `out` if given."""
+    """Return the rows i64[m] of a table [n, size]: [m, size], stored in `out` if given."""
     return torch.index_select(table, 0, indices, out=out)
 
 
@@ -32,10 +32,10 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
-    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given (Zhang & Sennrich 2019).
+    """Return weight * x / sqrt(mean(x²) + eps) of x, or of residual += x if given (Zhang & Sennrich 2019).
 
     The normalised value is rounded to x's dtype before the weight multiplies it, as in HF's LlamaRMSNorm.
-    unit_offset: multiply by 1 + weight, and round only the product, as in HF's Gemma3RMSNorm.
+    With unit_offset, 1 + weight multiplies, and only the product is rounded, as in HF's Gemma3RMSNorm.
     """
     if residual is not None:
         x = residual.add_(x)
@@ -55,7 +55,7 @@ def rms_norm_into(
     unit_offset: bool = False,
     add: bool = False,
 ) -> None:
-    """Write the norm of x, see `rms_norm`, into `out`; add: add it to `out`, and round only the sum."""
+    """Write the RMS norm of x into `out`; with `add`, add it and round only the sum. See `rms_norm`."""
     if add:
         x32 = upcast(x)
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
@@ -71,10 +71,10 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size]
-    """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, after residual += x if given.
+    """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias of x, or of residual += x if given.
 
-    Ba et al. 2016. The variance is the mean of the squared differences. Only the result is rounded to x's
-    dtype.
+    The layer norm of Ba et al. 2016. The variance is the mean of the squared differences. Only the result is
+    rounded to x's dtype.
     """
     if residual is not None:
         x = residual.add_(x)
@@ -100,10 +100,10 @@ def rotary_store_kv(
     fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
     fixed_value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Normalise query and key heads if there are weights, rotate them, and store K and V in their slots.
+    """Normalise query and key heads if weights are given, rotate them, and store K and V in their slots.
 
-    The query is changed in place and returned as a view of qkv, whose key heads are undefined afterwards.
-    Without caches qkv has query heads only, and there is no key_norm_weight.
+    The query is changed in place and returned as a view of qkv. The key heads of qkv are undefined
+    afterwards. Without caches, qkv has query heads only, and key_norm_weight is None.
     """
     num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
     query, key, value = qkv.tensor_split(
@@ -147,7 +147,7 @@ def store_kv(
     fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
     fixed_value_scales: Tensor | None = None,
 ) -> None:
-    """Store K and V of each new token in its slot, quantised if the cache has scales."""
+    """Store K and V of each new token in its slot. Quantise them if the cache has scales."""
     block_size = key_cache.shape[1]
     for x, cache, scales, fixed in (
         (key, key_cache, key_scales, fixed_key_scales),
@@ -169,8 +169,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:  # like x, f32[...]
     """Return x / scale in `dtype`, clamped to its range, and the scale.
 
-    The scale is the fixed one, or the largest absolute value of the last dimension over the largest of the
-    dtype. It is NaN if a value is not finite.
+    The scale is `fixed`, or else the largest absolute value along the last dimension over the largest value
+    of the dtype. The scale is NaN if a value is not finite.
     """
     x32 = x.float()
     largest = x32.abs().amax(-1)
@@ -195,7 +195,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 
 
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up (Shazeer 2020). x is gate and up side by side, or the gate where `up` is given.
+    """Return gelu(gate) * up (Shazeer 2020). x is gate and up side by side, or the gate if `up` is given.
 
     gelu(g) is g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g³))) (Hendrycks & Gimpel 2016).
     """
@@ -204,11 +204,16 @@ def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_toke
 
 
 def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
-    """Turn x in place into x Φ(x), Φ being the normal distribution function (Hendrycks & Gimpel 2016).
+    """Turn x in place into x Φ(x), where Φ is the normal distribution function (Hendrycks & Gimpel 2016).
 
-    tanh: take (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))) / 2 for Φ(x).
+    tanh: whether to approximate Φ(x) by (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³))) / 2.
     """
     x.copy_(torch.nn.functional.gelu(upcast(x), approximate="tanh" if tanh else "none"))
+
+
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place (So et al., Primer, 2021)."""
+    x.copy_(torch.relu(upcast(x)).square())
 
 
 def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
@@ -217,7 +222,7 @@ def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
 
 
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
-    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap)."""
+    """Multiply x by a factor in place. With a softcap, turn the product p into softcap tanh(p / softcap)."""
     product = upcast(x) * float(factor)
     x.copy_(product if softcap is None else softcap * (product / softcap).tanh())
 
@@ -249,9 +254,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
     """Choose the experts of each token, in ascending order, and their weights.
 
-    Those of the highest scores are chosen, the lower index among equal ones. NaN counts as the highest, so
-    that the weight of a chosen expert is NaN where a logit is. Tokens without experts get the number
-    num_experts, with undefined weights.
+    The experts with the highest scores are chosen; at equal scores, the lower index. NaN counts as the
+    highest score, so that a NaN logit gives a chosen expert a NaN weight. Tokens from `count` on get the
+    number num_experts, with undefined weights.
     """
     num_tokens, num_experts = logits.shape
     scores = logits.sigmoid() if options.score == "sigmoid" else logits.softmax(-1)
@@ -283,7 +288,7 @@ def route(
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_tokens, num_chosen]
-    """Sort the pairs of a token and an expert by expert, those of one expert by token."""
+    """Sort the pairs of a token and an expert by expert, and pairs with the same expert by token."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
@@ -302,7 +307,7 @@ def grouped_linear(
 ) -> Tensor:  # [num_rows, out_features]
     """Return x[sources[r]] weight[e]ᵀ + bias[e] as row r, for the rows of each expert e.
 
-    A row's bits depend neither on the other rows nor on which experts these have.
+    A row's bits depend neither on the other rows nor on their experts.
     """
     rows = x if sources is None else x[sources]
     out = x.new_empty(len(rows), weight.shape[1])
@@ -323,9 +328,9 @@ def sum_experts(
     shared: Tensor | None = None,  # [num_tokens, size], like x: of the experts that every token has
     shared_gate: Tensor | None = None,  # f32[num_tokens, 1], logits: `shared` is multiplied by their sigmoid
 ) -> Tensor:  # [num_tokens, size]
-    """Return for each token the weighted sum of its experts' outputs, in float32, in the order of places.
+    """Return for each token the weighted sum of its experts' outputs, in float32, in the order of `places`.
 
-    What is `shared` is added last, and only the sum is rounded to x's dtype.
+    `shared` is added last, and only the sum is rounded to x's dtype.
     """
     total = torch.zeros(len(places), x.shape[1], dtype=upcast(x).dtype, device=x.device)
     for place, weight in zip(places.T, weights.T, strict=True):
@@ -343,14 +348,26 @@ def scale_by_sigmoid(x: Tensor, gate: Tensor) -> None:  # [num_rows, size], both
 
 def gated_norm(
     x: Tensor,  # [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
+    weight: Tensor | None,  # [size], or [num_heads * size]
     gate: Tensor,  # [num_tokens, num_heads * size]
     eps: float,
+    *,
+    gate_first: bool = False,
 ) -> Tensor:  # [num_tokens, num_heads * size]
-    """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head."""
+    """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
+
+    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
+    """
     x32 = upcast(x)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * upcast(weight)
-    return (normed.flatten(1) * torch.nn.functional.silu(upcast(gate))).to(x.dtype)
+    silu = torch.nn.functional.silu(upcast(gate)).view(x.shape)
+    if gate_first or weight is None:
+        x32 = x32 * silu
+    if weight is not None:
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        x32 = x32 * upcast(weight).view(-1, x.shape[2])
+        if not gate_first:
+            x32 = x32 * silu
+    return x32.flatten(1).to(x.dtype)
 
 
 def short_conv(
@@ -364,11 +381,11 @@ def short_conv(
     *,
     gated: bool,
 ) -> Tensor:  # [num_tokens, size]
-    """Convolve the tokens of each sequence along time, every column by itself.
+    """Convolve the tokens of each sequence along time, each column separately.
 
-    The inputs are x, and the result goes through silu; gated: they are B x, rounded to x's dtype, and the
-    result is multiplied by C, as in LFM2. Before its first token a sequence has inputs of 0, whatever its
-    slot holds.
+    If `gated`, the inputs are B x, rounded to x's dtype, and the result is multiplied by C, as in LFM2.
+    Otherwise the inputs are x, and silu is applied to the result. The inputs before a sequence's first token
+    are 0, whatever its slot holds.
     """
     width, size = weight.shape
     gate, out_gate, inputs = x.split(size, dim=1) if gated else (None, None, x)
@@ -405,8 +422,8 @@ def gated_delta(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Apply the gated delta rule (Yang et al. 2024) to the tokens of each sequence, one after the other.
 
-    Q and K are normalised to length 1, and Q is divided by sqrt(key_dim). For every token with gates b and a
-    the state S of a head becomes d S + k (sigmoid(b) (v - d Sᵀ k))ᵀ, where d = exp(rate softplus(a + bias)),
+    Q and K are normalised to length 1, and Q is divided by sqrt(key_dim). For every token with gates b and a,
+    the state S of a head becomes d S + k (sigmoid(b) (v - d Sᵀ k))ᵀ with d = exp(rate softplus(a + bias)),
     and the output is Sᵀ q. Consecutive heads share a head of Q and K. A sequence begins with a state of 0,
     whatever its slot holds.
     """
@@ -444,6 +461,55 @@ def gated_delta(
     return out.to(dtype)
 
 
+def mamba2_scan(
+    x: Tensor,  # [num_tokens, num_heads * head_dim + 2 * num_groups * state_dim]: x, B and C
+    time_steps: Tensor,  # [num_tokens, num_heads]
+    rates: Tensor,  # f32[num_heads], below 0
+    time_bias: Tensor,  # f32[num_heads]
+    skip: Tensor,  # f32[num_heads]
+    states: Tensor,  # f32[num_slots, num_heads, state_dim, head_dim], written in place
+    slots: Tensor,  # i32[num_seqs], each another
+    seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
+    cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    *,
+    limits: tuple[float, float],
+) -> Tensor:  # [num_tokens, num_heads, head_dim]
+    """Apply the state space of Mamba-2 (Dao & Gu 2024) to the tokens of each sequence, one after the other.
+
+    For every token a head's time step is t = softplus(time_step + bias), at least limits[0] and at most
+    limits[1]. The state S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads
+    share a group, which has one B and one C. A sequence begins with a state of 0, whatever its slot holds.
+    """
+    num_heads, state_dim, head_dim = states.shape[1:]
+    size = num_heads * head_dim
+    group_size = (x.shape[1] - size) // 2
+    shares = num_heads // (group_size // state_dim)
+    dtype = x.dtype
+    x = upcast(x)
+    x, keys, queries = x.split([size, group_size, group_size], dim=1)
+    x = x.unflatten(1, (num_heads, head_dim))
+    keys, queries = (
+        each.unflatten(1, (-1, state_dim)).repeat_interleave(shares, dim=1) for each in (keys, queries)
+    )
+    steps = torch.nn.functional.softplus(upcast(time_steps) + time_bias).clamp(*limits)
+    decay = (rates * steps).exp()
+    out = torch.empty_like(x)
+    bounds = cu_seqlens_q.tolist()
+    for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        start, end = bounds[i], bounds[i + 1]
+        if start == end:
+            continue
+        state = states[slot].to(x.dtype)
+        if seq_len == end - start:
+            state = torch.zeros_like(state)
+        for t in range(start, end):
+            written = x[t] * steps[t, :, None]
+            state = state * decay[t, :, None, None] + keys[t, :, :, None] * written[:, None]
+            out[t] = torch.einsum("hnp,hn->hp", state, queries[t]) + skip[:, None] * x[t]
+        states[slot] = state
+    return out.to(dtype)
+
+
 def add_lora(
     x: Tensor,  # [num_tokens, in_features]
     out: Tensor,  # [num_tokens, size], changed in place
@@ -474,7 +540,7 @@ def copy_blocks(
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
     target: Tensor | None = None,  # another cache of such blocks, written in place of this one
 ) -> None:
-    """Set target[:, to] = cache[:, from]; no block of a cache is both, and none is a target twice."""
+    """Set target[:, to] = cache[:, from]. No block of a cache is source and target, or a target twice."""
     target = cache if target is None else target
     # A slice for each pair: 2 to 5 times faster on a CPU than index_copy_ of all, and pairs are few.
     for source, to in pairs.tolist():
@@ -550,10 +616,10 @@ def apply_penalties(
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
-    """Penalise tokens seen before.
+    """Penalise tokens that were seen before.
 
-    Divide a logit above 0 by repetition_penalty, multiply any other (Keskar et al. 2019). Then subtract
-    frequency_penalty for each time that the token was generated, and presence_penalty once.
+    Divide a positive logit by repetition_penalty, and multiply any other logit by it (Keskar et al. 2019).
+    Then subtract frequency_penalty for each time that the token was generated, and presence_penalty once.
     """
     for i, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
         x = logits[row]
@@ -613,14 +679,16 @@ def kept_tokens(
     top_k: Tensor | None = None,  # i32[n], vocab_size keeps all
     top_p: Tensor | None = None,  # f32[n], 1 keeps all
 ) -> Tensor:  # bool[n, vocab_size]
-    """Return which tokens may be drawn, in float64. Each filter works on what the ones before it keep.
+    """Return which tokens may be drawn, computed in float64. Each filter works on the tokens that the filters
+    before it keep.
 
-    min_p keeps tokens at least min_p times as likely as the most likely one; top_n_sigma keeps logits within
-    so many standard deviations (of all logits above -inf, as a population) of the highest; typical_p keeps a
-    token if those with a surprise strictly nearer to the entropy hold less than typical_p (Meister et al.,
-    2022): the nearest always, the most likely one perhaps not; top_k if fewer than k are strictly more
-    likely; top_p if the strictly more likely ones hold less than top_p. Ties stay together, and each filter
-    keeps at least one token. NaN counts as -inf, +inf as the largest float.
+    min_p keeps tokens at least min_p times as likely as the most likely one. top_n_sigma keeps logits within
+    this many standard deviations of the highest (population standard deviation of all logits above -inf).
+    typical_p keeps a token if the tokens whose surprise is strictly nearer to the entropy have a probability
+    of less than typical_p (Meister et al., 2022); this may exclude the most likely token. top_k keeps a token
+    if fewer than k tokens are strictly more likely. top_p keeps a token if the strictly more likely tokens
+    have a probability of less than top_p. Ties stay together, and each filter keeps at least one token. NaN
+    counts as -inf, +inf as the largest float.
     """
     x = _finite(logits.double())
     kept = x > -torch.inf
@@ -672,7 +740,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
-    """Return the first of the highest logits of each row, and that logit; NaN if the row has one."""
+    """Return the index of each row's first maximum, and the maximum, which is NaN if the row has a NaN."""
     highest = logits.amax(-1)
     same = (logits == highest[:, None]) | logits.isnan()
     return same.to(torch.int8).argmax(-1), highest
@@ -683,7 +751,7 @@ def mask_logits(
     rows: Tensor,  # i64[m]
     allowed: Tensor,  # i32[m, at least vocab_size / 32 words]: bit b of word w is token 32 w + b
 ) -> None:
-    """Set the logits of tokens that are not allowed in these rows to -inf. NaN stays NaN."""
+    """In these rows, set the logits of tokens that are not allowed to -inf. NaN stays NaN."""
     bias = torch.zeros(len(rows), logits.shape[1], device=logits.device)
     logits[rows] += bias.masked_fill(~_flags(allowed, logits.shape[1]), -torch.inf)
 
@@ -695,9 +763,9 @@ def greedy_of_allowed(
     tokens: Tensor,  # i64[n], of `greedy`; those of `rows` are written
     highest: Tensor,  # f32[n], of `greedy`; those of `rows` are written
 ) -> None:
-    """Write the first of the highest logits of allowed tokens over those of all tokens, and that logit.
+    """For these rows, replace the greedy token and its logit by the argmax over allowed tokens.
 
-    NaN counts as -inf. Where all are -inf, any token is written.
+    NaN counts as -inf. If all allowed logits are -inf, any token is written.
     """
     flags = _flags(allowed, logits.shape[1])
     kept = logits[rows].nan_to_num(-torch.inf, torch.inf, -torch.inf).where(flags, -torch.inf)
@@ -715,10 +783,10 @@ def token_logprobs(
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
-    """Return log_softmax of each row's token and of its likeliest, their ids, and the token's rank.
+    """Return log_softmax of each row's token and of its num_top likeliest, their ids, and the token's rank.
 
-    The rank is one more than the number of likelier tokens. A row with a NaN or inf, or with nothing but
-    -inf, is NaN.
+    The rank is one more than the number of likelier tokens. The result is NaN for a row with NaN or inf, or
+    with nothing but -inf.
     """
     logprobs = logits.double().log_softmax(-1)
     top = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :num_top]

@@ -17,14 +17,14 @@ GroupScore = Literal["best", "best_two"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingOptions:
-    """How `route` turns logits into experts and weights; a family declares it.
+    """How `route` turns logits into experts and weights. Each model family declares its options.
 
-    score: softmax over all experts; sigmoid of each; or softmax over the logits of the chosen ones.
-    num_groups: experts are divided into so many groups, which follow each other. Only those of the
-        num_kept_groups groups of the highest scores can be chosen.
-    group_score: the score of a group: that of its best expert, or the sum of those of its best two.
-    renormalise: divide the weights of a token by their sum plus `epsilon`.
-    scale: what all weights are multiplied by at last.
+    score: softmax over all experts, sigmoid of each logit, or softmax over the logits of the chosen experts.
+    num_groups: experts are divided into this many consecutive groups. Only experts of the num_kept_groups
+        groups with the highest scores can be chosen.
+    group_score: the score of a group: the score of its best expert, or the sum of its best two.
+    renormalise: whether to divide the weights of a token by their sum plus `epsilon`.
+    scale: a factor for all weights, applied last.
     """
 
     num_chosen: int
@@ -38,14 +38,15 @@ class RoutingOptions:
 
     @property
     def orders_by_logits(self) -> bool:
-        """Whether experts are chosen by their logits where no bias is added: softmax keeps their order.
+        """Whether experts are chosen by logits instead of scores if no bias is added, since softmax keeps the
+        order.
 
-        So scores that are equal after rounding do not hide which logit is higher.
+        Logits may differ where scores are equal after rounding.
         """
         return self.score != "sigmoid" and (self.num_groups == 1 or self.group_score == "best")
 
     def check(self, num_experts: int) -> None:
-        """Raise ValueError unless these options can choose among so many experts."""
+        """Raise ValueError unless these options can choose among num_experts experts."""
         if self.score not in get_args(Score):
             raise ValueError(f"score must be one of {', '.join(get_args(Score))}, got {self.score!r}")
         if self.group_score not in get_args(GroupScore):

@@ -17,10 +17,10 @@ NO_SLOT = -1  # as a slot: the K and V of the token are not stored
 
 
 class StepTensors(NamedTuple):
-    """Where a step is unpacked, see `gpu.unpack_step`.
+    """The tensors into which a step is unpacked, see `gpu.unpack_step`.
 
-    by_token: of each token its id, its position, its seat, the position of the token that is drawn after it,
-        its slot in each group, and perhaps its length for dynamic rope.
+    by_token: for each token, its id, its position, its seat, the position of the token drawn after it, its
+        slot in each group and, for dynamic rope, its length.
     """
 
     by_token: Tensor  # i64[num_columns, num_tokens]

@@ -12,7 +12,7 @@ NoteCall = Callable[[Callable[..., None], tuple[Tensor, ...]], None]
 
 
 class NotRecordableError(Exception):
-    """A torch operation that computes, which a table of launches cannot replay."""
+    """A torch operation that computes something, which a recorded step cannot replay."""
 
 
 class _Recording(threading.local):
@@ -23,10 +23,10 @@ _recording = _Recording()
 
 
 def call_within_step(call: Callable[..., None], *tensors: Tensor) -> None:
-    """Call call(*tensors), which may do anything but keep them: an exchange with other processes, say.
+    """Call call(*tensors), for example an exchange with other processes. It must not keep the tensors.
 
-    In a step that is being recorded it is noted instead. Each replay calls it at this place among the
-    launches, with tensors like these in the memory of the step.
+    In a step that is being recorded, the call is noted instead. Each replay makes the call at this place
+    among the launches, with tensors like these in the memory of the step.
     """
     assert len(tensors) <= MOST_CALL_TENSORS, "a recorded call has a fixed number of places for tensors"
     if _recording.note is None:
@@ -36,12 +36,12 @@ def call_within_step(call: Callable[..., None], *tensors: Tensor) -> None:
 
 
 def note_calls(note: NoteCall | None) -> None:
-    """Give the calls of this thread's `call_within_step` to `note` from now on; None: carry them out."""
+    """Pass this thread's calls of `call_within_step` to `note` from now on. None carries them out again."""
     _recording.note = note
 
 
 class AttentionSchedule(NamedTuple):
-    """How attention divides the work of a step, for the lengths of its sequences."""
+    """How attention divides the work of a step, given the lengths of its sequences."""
 
     of_groups: list[Any]  # of each layer group, in the backend's own form
     sizes: tuple[object, ...]  # a recorded step can be replayed with any plan of the same sizes
@@ -49,22 +49,22 @@ class AttentionSchedule(NamedTuple):
 
 
 class RecordedStep(Protocol):
-    """The kernel launches of one step, to be replayed for other steps with as many tokens in all."""
+    """The recorded launches of one step, to be replayed for other steps with as many tokens in total."""
 
     num_bytes: int  # of the memory that a replay uses
 
     def use_memory(self, memory: Tensor) -> None:
-        """Set the memory for intermediate results. Steps that never run concurrently may share it."""
+        """Set the memory for intermediate results. Steps that never run concurrently may share memory."""
 
     def use(self, plan: AttentionSchedule, inputs: Sequence[Tensor], block_tables: Sequence[Tensor]) -> None:
-        """Set the plan and the input tensors of the next replays."""
+        """Set the plan and the input tensors for the next replays."""
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch everything. Return the outputs, which the next replay overwrites."""
+        """Launch everything. Return the outputs. The next replay overwrites them."""
 
 
 class StepRecorder(Protocol):
-    """Records steps of one model, so that they can be replayed without any Python between kernels."""
+    """Records steps of one model, to replay them without any Python between kernels."""
 
     def plan(self, seq_lens: Tensor, cu_seqlens_q: Tensor) -> AttentionSchedule:
         """Plan the attention of a step."""
@@ -78,16 +78,17 @@ class StepRecorder(Protocol):
         """Record the launches of compute(). Raises NotRecordableError if torch computes a part of it."""
 
     def new_memory(self, num_bytes: int) -> Tensor:
-        """Allocate memory for `RecordedStep.use_memory`. Raises RuntimeError if there is none."""
+        """Allocate memory for `RecordedStep.use_memory`. Raises RuntimeError if memory is short."""
 
 
 class Needs(NamedTuple):
-    """What a backend that compiles ahead must have ready.
+    """What a backend that compiles ahead of time has to compile.
 
-    operations: names in `backend.Kernels`, of the model's layers and of all that a request may ask for.
-    head_dims: of K and V, of all layers.
-    quantization: what weights in floats are quantised to while they load, if to anything.
-    has_codes: weights may be stored in codes, as in a quantised checkpoint.
+    operations: names in `backend.Kernels`: the operations of the model's layers, and all operations that a
+        request may need.
+    head_dims: the head dimensions of K and V in all layers.
+    quantization: the format to which float weights are quantised while loading; None if they are not.
+    has_codes: whether weights may be stored quantised in the checkpoint.
     """
 
     operations: frozenset[str]

@@ -153,6 +153,21 @@ def _row_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
     gates = make(7, 8, seed=24), -_numbers(4, seed=25).abs(), _numbers(4, seed=26)
     out = kernels.gated_delta(make(7, 2 * 2 * 16 + 4 * 80), *gates, matrices, *sequences)
     yield "gated_delta", [out, matrices]
+    rates, bias, skip = -_numbers(4, seed=25).abs(), _numbers(4, seed=26), _numbers(4, seed=27)
+    for head_dim in (64, 80):
+        matrices = _numbers(3, 4, 16, head_dim, seed=23)
+        x, steps = make(7, 4 * head_dim + 2 * 2 * 16), make(7, 4, seed=24)
+        given = rates, bias, skip, matrices
+        out = kernels.mamba2_scan(x, steps, *given, *sequences, limits=(0.1, 1.0))
+        yield f"mamba2_scan {head_dim}", [out, matrices]
+    heads, gate = make(5, 3, 37), 3 * make(5, 111, seed=21)
+    yield (
+        "gated_norm of products",
+        [kernels.gated_norm(heads, make(111, seed=2), gate, 1e-5, gate_first=True)],
+    )
+    yield "gated_norm without norm", [kernels.gated_norm(heads, None, gate, 1e-5)]
+    kernels.relu_squared(numbers := 2 * make(5, 145))
+    yield "relu_squared", [numbers]
     for norm in (None, make(32, seed=3)):
         caches = [torch.zeros(4, 4, 2, 32, dtype=dtype) for _ in "kv"]
         query = kernels.rotary_store_kv(

@@ -40,9 +40,11 @@ OPERATIONS = {
     "greedy_of_allowed": ".sampling.logits",
     "grouped_linear": "..plain.backend",
     "layer_norm": ".rows.norms",
+    "mamba2_scan": ".states.mamba2_scan",
     "mask_logits": ".sampling.logits",
     "paged_attention": ".attention.paged_attention",
     "plan_attention": ".attention.paged_attention",
+    "relu_squared": ".rows.row_kernels",
     "rms_norm": ".rows.norms",
     "rms_norm_into": ".rows.norms",
     "rotary_store_kv": ".rows.rotary_store_kv",
@@ -82,7 +84,7 @@ def compile_ahead(progress: Any = None) -> None:
 def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
     """Begin to compile the kernels that an engine needs (see `variants`).
 
-    Return a function that waits until they are compiled.
+    Returns a function that waits until they are compiled.
     """
     names, kinds = kernels_for(needs)
     for name, own in kinds.items():
@@ -97,7 +99,7 @@ def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
-    """Return 1: the context is split only for sequences of one new token."""
+    """Return 1: attention splits the context only of sequences with one new token."""
     return 1
 
 
@@ -107,12 +109,10 @@ def head_dims() -> range:
 
 
 def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
-    """Return the most bytes of partial results in attention that a step's activations do not
-    include already.
-    """
+    """Return the maximum bytes of attention's partial results that a step does not already include."""
     return 0
 
 
 def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
-    """Do nothing: no launch compiles a kernel."""
+    """Return a context that does nothing, since no launch compiles a kernel."""
     return nullcontext()

@@ -36,9 +36,9 @@ _POLL_S = 0.1
 
 
 class Compiled(NamedTuple):
-    """What was compiled for the engines of this process, and where the cache is.
+    """What was compiled for the engines of this process, and where the cache of kernels is.
 
-    num_compiled: those of num_kernels, all that were needed, that were not in the cache.
+    num_kernels: the number of kernels that were needed. num_compiled: how many of them were not in the cache.
     """
 
     num_kernels: int
@@ -47,7 +47,7 @@ class Compiled(NamedTuple):
     directory: Path
 
     def describe(self) -> str:
-        """Return a line that describes the compilation."""
+        """Describe the compilation in one line."""
         if not self.num_compiled:
             return f"{self.num_kernels} kernels for this CPU were compiled before, in {self.directory}"
         return (
@@ -62,9 +62,9 @@ Progress = Callable[[int, str], AbstractContextManager[Callable[[int, str], None
 
 
 def compile_ahead(progress: Progress | None = None, names: Sequence[str] | None = None) -> Compiled:
-    """Compile those of these kernels, by default of all, that are not in the cache; see `Compilation`.
+    """Compile the kernels among `names` (by default all) that are not in the cache; see `Compilation`.
 
-    Return what was compiled in this process so far. Raises ImportError if the cache cannot be written.
+    Returns what was compiled in this process so far. Raises ImportError if the cache cannot be written.
     """
     Compilation(progress, SECONDS if names is None else names).finish()
     return report()
@@ -81,9 +81,9 @@ _seconds: list[float] = []
 
 
 class Compilation:
-    """Compiles those of some kernels that are not in the cache, in other processes, until `finish`.
+    """Compiles kernels that are not in the cache, in other processes, from construction to `finish`.
 
-    progress: by default, lines in the log at the start and the end.
+    progress: shows the progress; by default, two lines are logged: at the start and at the end.
     """
 
     def __init__(self, progress: Progress | None, names: Iterable[str]) -> None:
@@ -138,7 +138,7 @@ class Compilation:
             logger.warning("%s in all", seconds)
 
     def finish(self) -> None:
-        """Wait until all is compiled. Raises ImportError if the cache cannot be written."""
+        """Wait until everything is compiled. Raises ImportError if the cache cannot be written."""
         if self._thread is None:
             return
         try:
@@ -165,7 +165,7 @@ def _no_progress(number: int, text: str) -> Iterator[Callable[[int, str], None]]
 
 
 def estimate(names: Sequence[str], num_processes: int) -> float:
-    """Return the seconds that these kernels take on so many idle cores of Zen 4."""
+    """Estimate the seconds for compiling these kernels on num_processes idle cores of Zen 4."""
     seconds = [*map(seconds_of, names)]
     return _IMPORTS_S + max(*seconds, sum(seconds) / num_processes)
 
@@ -173,7 +173,7 @@ def estimate(names: Sequence[str], num_processes: int) -> float:
 def work(
     names: Sequence[str], *, quickest_first: bool = False, is_wanted: Callable[[], bool] = lambda: True
 ) -> None:
-    """Compile kernels until none of these is missing, and wait for those that other processes compile."""
+    """Compile kernels until none of these is missing, and wait for kernels that other processes compile."""
     while missing := missing_kernels(names):
         from .compiled.kernels import compile_kernel
 
@@ -209,7 +209,7 @@ def _start_helpers(number: int, names: Sequence[str]) -> list[subprocess.Popen[b
 
 
 def main(order: str, *names: str) -> None:
-    """Help the process that started this one, as long as it lives."""
+    """Help the process that started this one to compile, as long as it lives."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = os.getppid()
     compile_only(names)

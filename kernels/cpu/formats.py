@@ -66,7 +66,7 @@ class Format(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether this CPU has the instructions for the format."""
+        """Whether this CPU has the instructions that the format needs."""
         return all(_INSTRUCTIONS[name] for name in self.needs)
 
 
@@ -152,7 +152,7 @@ def head_of(
     offset_unit: int = NONE,
     low_unit: int = NONE,
 ) -> FactorHead:
-    """Make the header for a weight's quantisation factors; each kind is a number format, or NONE.
+    """Make the header for a weight's quantisation factors. Each kind of factor has a number format, or NONE.
 
     `group_of(stored_group)` must be at least LEAST_GROUP.
     """
@@ -165,14 +165,12 @@ def head_of(
 
 
 def group_of(stored_group: int) -> int:
-    """Return how many inputs share factors in memory; less than LEAST_GROUP means that readers cannot use the
-    group size.
-    """
+    """Return how many inputs share factors in memory. Readers cannot use a group smaller than LEAST_GROUP."""
     return min(stored_group & -stored_group, MOST_GROUP)
 
 
 def is_valid_head(head: FactorHead, in_features: int) -> bool:
-    """Return whether this is a valid header of factors for a weight with in_features inputs."""
+    """Return whether this is a valid header for the factors of a weight with in_features inputs."""
     _, stored_group, unit_groups, *kinds, _, _ = head
     scale, zero, offset, scale_unit, offset_unit, low_unit = kinds
     if min(stored_group, unit_groups) < 1 or in_features % (stored_group * unit_groups):
@@ -188,5 +186,5 @@ def is_valid_head(head: FactorHead, in_features: int) -> bool:
 
 
 def expanded_bytes(num_inputs: int) -> int:
-    """Return the memory that readers need for the factors of num_inputs inputs of a panel."""
+    """Return the bytes that readers need for the factors of num_inputs inputs of a panel."""
     return EXPANDED_HEAD_BYTES + -(-num_inputs // LEAST_GROUP) * GROUP_BYTES

@@ -13,9 +13,9 @@ from .target import LINE
 
 
 class CPUStepRecorder:
-    """Records steps of a model on a CPU, see `steps.StepRecorder`.
+    """The `steps.StepRecorder` of the CPU backend.
 
-    num_kv_heads: in the layers of each layer group.
+    num_kv_heads: the number of KV heads of each layer group.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: Sequence[int]) -> None:
@@ -42,13 +42,13 @@ class CPUStepRecorder:
         inputs: Sequence[Tensor],
         block_tables: Sequence[Tensor],
     ) -> "_StepGraph":
-        """Record the launches of compute(); no memory is touched."""
+        """Record the launches of compute(). Nothing is computed."""
         with Recorder() as recorder:
             outputs = compute()
         return _StepGraph(recorder, inputs, block_tables, outputs)
 
     def new_memory(self, num_bytes: int) -> Tensor:
-        """Allocate memory for replays, from the start of a cache line."""
+        """Allocate memory for replays, aligned to a cache line."""
         memory = torch.empty(num_bytes + LINE, dtype=torch.uint8)
         return memory[-memory.data_ptr() % LINE :]
 

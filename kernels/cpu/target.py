@@ -33,7 +33,7 @@ _IDENTITY = (
 class Target(NamedTuple):
     """The machine that kernels are compiled for.
 
-    setting: a hash of everything but the source that the machine code depends on.
+    setting: a hash of everything besides the source that the machine code depends on.
     """
 
     setting: str
@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 def directories() -> Iterator[Path]:
-    """Yield the directories of the cache, which are numba's."""
+    """Yield the directories of the cache: numba's cache directories."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         yield Path(chosen)
@@ -55,7 +55,7 @@ def directories() -> Iterator[Path]:
 
 
 def writable_directory() -> Path:
-    """Return the first directory of the cache that can be written. Raises ImportError if none can."""
+    """Return the first cache directory that can be written. Raises ImportError if none can."""
     for candidate in directories():
         with suppress(OSError):
             candidate.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def writable_directory() -> Path:
 
 
 def is_trusted(place: Path, status: os.stat_result) -> bool:
-    """Return whether only those could have written a file who may write the sources of the kernels, too."""
+    """Return whether only users who may write the kernels' sources could have written a file."""
     owners = (0, os.geteuid(), Path(__file__).stat().st_uid)
     trusted = status.st_uid in owners and not status.st_mode & stat.S_IWOTH
     if not trusted:
@@ -82,7 +82,7 @@ def _warn(place: Path) -> None:
 
 
 def cached_file(file_name: str) -> bytes | None:
-    """Return the content of a file of the cache, or None where no directory has a trusted one."""
+    """Return the content of a cached file; None if no directory has a trusted file of this name."""
     for place in directories():
         with suppress(OSError), (place / file_name).open("rb") as file:
             if is_trusted(place, os.fstat(file.fileno())):
@@ -91,7 +91,7 @@ def cached_file(file_name: str) -> bytes | None:
 
 
 def write_cached(place: Path, file_name: str, data: bytes) -> None:
-    """Write a file whole or not at all: readers see all of it or none. Raises OSError."""
+    """Write a file atomically: readers see the whole file or none. Raises OSError."""
     new = place / f"{file_name}.{os.getpid()}.new"
     try:
         new.unlink(missing_ok=True)
@@ -109,7 +109,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def remembered_target() -> Target:
-    """Return the target: what LLVM said of this processor at an earlier start, else what it says now."""
+    """Return the target that LLVM reported at an earlier start; if none is stored, ask LLVM."""
     name = _target_name()
     if name is not None:
         found = _parsed(cached_file(name))
@@ -194,5 +194,5 @@ HAS_TILES = CPU_HAS_TILES and _may_use_tiles()
 
 
 def padded(size: int) -> int:
-    """Round up to whole vectors."""
+    """Round a number up to whole vectors."""
     return (size + LANES - 1) // LANES * LANES

@@ -41,30 +41,31 @@ _compiled: dict[str, frozenset[int]] = {}  # of each kernel; others are compiled
 
 
 def compile_only(names: Iterable[str]) -> None:
-    """Compile these variants in this process. To be called before `compiled` is imported."""
+    """Restrict this process to compiling these variants. Call this before `compiled` is imported."""
     _compiled.update((kernel, kinds) for kernel, kinds in map(parts, names) if kinds is not None)
 
 
 def compiled_name(kernel: str) -> str:
-    """Return the name of what this process compiles of a kernel."""
+    """Return the name of the kernel or variant that this process compiles for a kernel."""
     return variant(kernel, _compiled.get(kernel))
 
 
 def among(kernel: str, functions: Mapping[int, Any]) -> dict[int, Any]:
-    """Return those of the functions, which are by kind, that a kernel is compiled with here."""
+    """Return the functions, given by kind, for the kinds with which a kernel is compiled here."""
     kinds = _compiled.get(kernel)
     return {kind: own for kind, own in functions.items() if kinds is None or kind in kinds}
 
 
 def compiles(kernel: str, *kinds: int) -> bool:
-    """Return whether a kernel is compiled for any of these kinds here."""
+    """Return whether a kernel is compiled here for any of these kinds."""
     return bool(among(kernel, dict.fromkeys(kinds)))
 
 
 def attention_kinds(query_kind: int, cache_kind: int, dims: Iterable[tuple[int, int]]) -> frozenset[int]:
-    """Return the kinds of attention's products for heads of these dimensions of K and V.
+    """Return the kinds of number in attention's products, for heads with these dimensions of K and V.
 
-    That of the cache, or pairs of bfloat16. With AMX, whose code serves several, all are needed.
+    The kind is the cache's, or pairs of bfloat16. With AMX all kinds are returned, because its code serves
+    several.
     """
     if CPU_HAS_TILES:
         return frozenset((*KINDS.values(), BFLOAT16_PAIRS))
@@ -80,7 +81,7 @@ def _in_pairs(query_kind: int, cache_kind: int, key_dim: int, value_dim: int) ->
 
 
 def weight_kinds(kinds: Iterable[int]) -> frozenset[int]:
-    """Return these formats, as far as the CPU has them, and those that they are unpacked to."""
+    """Return the formats among `kinds` that this CPU supports, and the formats that they are unpacked to."""
     found = [kind for kind in kinds if FORMATS[kind].is_supported]
     return frozenset((*found, *(UNPACKED[kind] for kind in found)))
 
@@ -114,7 +115,7 @@ _PAIRS = {
 
 
 def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
-    """Return the kernels that an engine reaches, and of those with variants the kinds."""
+    """Return the kernels that an engine may launch, and the kinds for each kernel with variants."""
     names = {name for operation in needs.operations for name in _kernels_of(operation)}
     names.update(_ALWAYS, _packers(needs))
     dtype, cache_dtype = KINDS[needs.dtype], KINDS[needs.cache_dtype]

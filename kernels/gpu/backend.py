@@ -12,7 +12,7 @@ from .experts.grouped_linear import grouped_linear
 from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
-from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, silu_and_mul
+from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, relu_squared, silu_and_mul
 from .rows.add_lora import add_lora
 from .rows.gated_norm import gated_norm
 from .rows.norms import layer_norm, rms_norm, rms_norm_into
@@ -24,6 +24,7 @@ from .sampling.penalties import apply_penalties
 from .sampling.sample_tokens import sample_tokens
 from .sampling.take_parameters import take_parameters
 from .states.gated_delta import gated_delta
+from .states.mamba2_scan import mamba2_scan
 from .states.short_conv import short_conv
 from .target import check_target, current_target, in_interpreter, listening
 from .unpack_step import unpack_step
@@ -39,14 +40,14 @@ split_keys = INTERPRETED_SPLIT if in_interpreter() else SPLIT
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-    """Return up to how many new tokens a sequence may be a decode."""
+    """Return the maximum number of new tokens of a decode; see max_decode_q of `paged_attention`."""
     target = current_target()
     config = choose_config(head_dim, group, dtype, "decode", target, head_dim, cache_dtype, MAX_DECODE_Q)
     return config.BLOCK_Q
 
 
 def head_dims() -> range:
-    """Return the head dimensions that attention takes. Raises ValueError if it has no tiles for this GPU."""
+    """Return the head dimensions that attention supports. Raises ValueError for an unsupported GPU."""
     return range(MIN_HEAD_DIM, largest_head_dim(current_target()) + 1)
 
 
@@ -56,5 +57,5 @@ def check_cache_dtype(dtype: torch.dtype) -> None:
 
 
 def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:
-    """Return the most bytes that partial results of split decodes take."""
+    """Return the maximum size in bytes of the partial results of split decodes."""
     return most_partial_bytes(num_seqs, max_keys, num_heads, value_dim, SPLIT)

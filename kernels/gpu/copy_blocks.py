@@ -42,14 +42,16 @@ def copy_blocks(
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)
     target: Tensor | None = None,  # another cache of such blocks, written in place of this one
 ) -> None:
-    """Set cache[:, to] = cache[:, from], or target[:, to], for all pairs at once, bit for bit.
+    """Set cache[:, to] = cache[:, from] for all pairs at once, bit for bit. With `target`, write to target[:,
+    to].
 
-    Within a cache this is the copy in copy-on-write (PagedAttention, Kwon et al. 2023): no block may be both
-    a source and a target, nor a target twice. Between two it swaps: either may be pinned host memory, which
-    the GPU reads and writes over its link. A launch is in the order of the stream and waits for nothing.
+    Within one cache this is the copy of copy-on-write (PagedAttention, Kwon et al. 2023); no block may be
+    both a source and a target, or a target twice. Between two caches it swaps; one of them may be pinned host
+    memory, which the GPU accesses over its link. The launch is ordered by the stream, and the host does not
+    wait.
 
-    Raises ValueError for a shape, dtype or stride that does not fit, for host memory that is not pinned, and
-    in debug mode (see `checks`) for pairs that break these rules or lie outside the caches.
+    Raises ValueError for a shape, dtype or stride that does not fit and for host memory that is not pinned;
+    in debug mode (see `checks`) also for pairs that break these rules or lie outside the caches.
     """
     where = None if target is None else (_is_pinned(cache), _is_pinned(target))
     launch, bits = _launches.find(combination((cache, pairs, target), where), cache, pairs, target)

@@ -25,12 +25,12 @@ T = TypeVar("T")
 def combination(
     tensors: tuple[Tensor | None, ...], *options: object, pair: tuple[Tensor, Tensor] | None = None
 ) -> tuple[object, ...] | None:
-    """Return what the checks of a call and its launch follow from, as a key, or None: check in any case.
+    """Return a key of everything that a call's checks and launch depend on; None if the call must be checked.
 
-    That is: the current device, and of each tensor its shape, strides, dtype and device. Outside of
-    `TrustedContents` it is also what `check_tensor` looks at; and None, where checks read what tensors hold.
-    Addresses are left to `BoundLaunch`, but for those of a pair: whether they are one, and multiples of 16.
-    Options are compared with their types: True is not 1.
+    The key has the current device, and each tensor's shape, strides, dtype and device. Outside
+    `TrustedContents` it also has what `check_tensor` looks at, and it is None if checks read the contents of
+    tensors. Addresses are left to `BoundLaunch`; only for `pair` the key says whether both addresses are
+    equal, and multiples of 16. Options are compared together with their types: True is not 1.
     """
     try:
         device = _current_device()
@@ -57,9 +57,10 @@ def _memory(tensor: Tensor | None) -> tuple[object, ...] | None:
 
 
 class Launches(Generic[P, T]):
-    """What a launcher has bound for each combination of arguments; the oldest goes when there are too many.
+    """A launcher's bound launches, by `combination` of arguments. If there are too many, the oldest is
+    dropped.
 
-    bind: checks the arguments and returns their launches, or raises ValueError.
+    bind: checks arguments and returns their launches, or raises ValueError.
     """
 
     def __init__(self, bind: Callable[P, T]) -> None:
@@ -71,7 +72,7 @@ class Launches(Generic[P, T]):
         return len(self._kept)
 
     def find(self, key: tuple[object, ...] | None, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what was bound for this `combination`; if nothing was, check the arguments and bind."""
+        """Return the launches bound for this `combination`. Without any, check the arguments and bind."""
         try:
             bound = self._kept.get(key)
         except TypeError:  # an option that has no hash: the checks refuse it
@@ -99,15 +100,16 @@ class _Compiled(NamedTuple):
 
 
 class BoundLaunch:
-    """A kernel, its grid, and all of its arguments but the tensors, which come first and are given in calls.
+    """A kernel with its grid and all arguments except tensors. The tensors come first and are passed in
+    calls.
 
-    All tensors of a call must be of one `combination`. The first call goes through Triton's dispatch. Later
-    ones launch the compiled kernel themselves, on the current stream: of what Triton's dispatch specialises
-    on, only addresses can have changed, and on AMD GPUs whether memory is large. It is asked again if so, if
-    an address is no multiple of 16, if hooks are set, and always in the interpreter. Triton's other settings
-    are those of the first call.
+    The tensors of all calls must have the same `combination`. The first call goes through Triton's dispatch.
+    Later calls launch the compiled kernel directly, on the current stream, because of what Triton's dispatch
+    specialises on only addresses can change (and, on AMD GPUs, whether memory is large). They go through the
+    dispatch again if this has changed, if an address is not a multiple of 16, if hooks are set, and always in
+    the interpreter. Triton's other settings stay as in the first call.
 
-    grid: or a function of the compiled kernel, which is None where kernels are not compiled.
+    grid: the grid, or a function that returns it for a compiled kernel (None in the interpreter).
     """
 
     __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_rest")
@@ -139,7 +141,7 @@ class BoundLaunch:
         self._dispatch(tensors)
 
     def compile(self, *tensors: Any) -> None:
-        """Compile the kernel for such tensors, and launch nothing."""
+        """Compile the kernel for tensors like these, without launching it."""
         names = self._kernel.arg_names
         arguments = dict(zip(names[: len(tensors)], tensors, strict=True)) | self._fixed
         self._kernel.run(grid=None, warmup=True, **arguments)
@@ -171,9 +173,9 @@ class BoundLaunch:
 
 
 def programs_per_sm(compiled: CompiledKernel | None, target: str) -> int:
-    """Return how many programs of a kernel run on an SM at once: more would wait, and could be these.
+    """Return how many programs of a kernel run on an SM at once. Launching more programs has no use.
 
-    compiled: None in the interpreter, where a few programs have several turns each.
+    compiled: the compiled kernel; None in the interpreter, where a few programs loop.
     """
     if compiled is None:
         return _UNCOMPILED_PROGRAMS

@@ -22,10 +22,11 @@ AMD_LIMITS = {
 
 
 def blocks_per_sm(target: str, registers: int, shared: int, warps: int) -> int:
-    """Return how many blocks fit on an SM, or a CU, at once: at least 1, as such a kernel would not load.
+    """Return how many thread blocks fit on an SM (or CU) at once, at least 1.
 
-    registers: the registers of a thread. shared: bytes of a block. Raises KeyError for a target that is not
-        in the tables.
+    registers: registers per thread. shared: bytes of shared memory per thread block.
+
+    Raises KeyError for an unknown target.
     """
     fit: tuple[int, ...]
     if target in SM_LIMITS:

@@ -17,7 +17,7 @@ def in_interpreter() -> bool:
 
 @contextmanager
 def listening(compiled: Callable[[], None]) -> Iterator[None]:
-    """Call `compiled` for every kernel that Triton compiles or loads from its disk cache inside the block."""
+    """Call `compiled` for every kernel that Triton compiles or loads from its disk cache in this context."""
     from triton import knobs
 
     before = knobs.compilation.listener
@@ -29,7 +29,7 @@ def listening(compiled: Callable[[], None]) -> Iterator[None]:
 
 
 def current_target() -> str:
-    """Return what kernels are compiled for now: "interpreter", "sm_90", "gfx942" and the like."""
+    """Return the target that kernels are now compiled for: "interpreter", "sm_90", "gfx942" and the like."""
     if in_interpreter():
         return "interpreter"
     from triton.runtime import driver
@@ -38,9 +38,9 @@ def current_target() -> str:
 
 
 def check_launchable(name: str, tensor: Tensor, *, or_pinned: bool = False) -> None:
-    """Raise ValueError unless the tensor is on the current GPU, the one that Triton launches on.
+    """Raise ValueError unless the tensor is on the current GPU, on which Triton launches.
 
-    or_pinned: host memory that is pinned goes too, as the GPU can address it.
+    or_pinned: whether pinned host memory is accepted too, since the GPU can address it.
     """
     if in_interpreter():
         return
@@ -66,7 +66,7 @@ def check_target(cache_dtype: torch.dtype, target: str) -> None:
 
 @lru_cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of a GPU's multiprocessors; 1 in the interpreter, so that programs loop."""
+    """Return the number of a GPU's multiprocessors; 1 in the interpreter, where programs then loop."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return 1

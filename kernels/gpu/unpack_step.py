@@ -7,8 +7,8 @@ what is new: where each request stands, tokens of prompts, and the entries by wh
 Rows say what each request does in the step; `steps` names their columns. A row beyond those of the step is of
 a request that computes nothing in it, and of which the device must be told all the same.
 
-A step may be written into tensors of more rows, as those of a CUDA graph: the rows that the step lacks have
-no tokens to attend from, and slots of no block.
+A step may be written into tensors of more rows and tokens, as those of a CUDA graph: the rows that the step
+lacks have no tokens to attend from, and the tokens that it lacks have slots of no block.
 """
 
 import torch
@@ -35,6 +35,8 @@ def _store_padding(
     first_place,
     pad_q,
     num_tokens,
+    num_out_rows,
+    num_out_tokens,
     width,
     stride_column,
     stride_group,
@@ -43,12 +45,14 @@ def _store_padding(
     SCRATCH: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write a row that the step lacks: no query of attention, and pad_q tokens that are not stored."""
-    if tl.program_id(1) == 0:
+    """Write a row that the step lacks, if there is one: no query of attention. Write up to pad_q tokens that
+    are not stored.
+    """
+    if (row < num_out_rows) & (tl.program_id(1) == 0):
         tl.store(seq_lens_ptr + row, 0)
         tl.store(cu_seqlens_q_ptr + row + 1, num_tokens)
     zero = (offs * 0).to(tl.int64)
-    mask = offs < pad_q
+    mask = (offs < pad_q) & (first_place + offs < num_out_tokens)
     by_token_ptr += first_place.to(tl.int64) + offs
     tl.store(by_token_ptr, zero, mask=mask)
     tl.store(by_token_ptr + stride_column, zero, mask=mask)
@@ -57,7 +61,7 @@ def _store_padding(
     for group in tl.static_range(GROUPS):
         tl.store(by_token_ptr + (4 + group) * stride_column, zero + _NO_SLOT, mask=mask)
         out_ptr = tables_ptr + group * stride_group + row.to(tl.int64) * width
-        tl.store(out_ptr + offs, offs * 0, mask=offs < width)
+        tl.store(out_ptr + offs, offs * 0, mask=(offs < width) & (row + offs * 0 < num_out_rows))
     if with_rope_lens:
         tl.store(by_token_ptr + (4 + GROUPS) * stride_column, zero + 1, mask=mask)
 
@@ -69,6 +73,7 @@ def _store_padding(
         "num_out_rows",
         "num_more",
         "num_tokens",
+        "num_out_tokens",
         "pad_q",
         "num_entries",
         "width",
@@ -95,6 +100,7 @@ def _unpack_kernel(
     num_out_rows,
     num_more,
     num_tokens,
+    num_out_tokens,
     pad_q,
     num_entries,
     width,
@@ -114,8 +120,8 @@ def _unpack_kernel(
     if number >= 0:
         _store_padding(
             by_token_ptr, tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, num_step_rows + number,
-            num_tokens + number * pad_q, pad_q, num_tokens, width, stride_column, stride_group, offs,
-            rope_lens_ptr is not None, NUM_SEATS - 1, GROUPS,
+            num_tokens + number * pad_q, pad_q, num_tokens, num_out_rows, num_out_tokens, width,
+            stride_column, stride_group, offs, rope_lens_ptr is not None, NUM_SEATS - 1, GROUPS,
         )  # fmt: skip
         return
     items = item + offs * 0  # masks are vectors
@@ -193,23 +199,26 @@ def unpack_step(
 ) -> None:
     """Write token ids, positions, seats, the slots of each group and the block tables of a step.
 
-    Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes the
-    tokens from position START on: `tokens` from FIRST_TOKEN on, or the seat's last token if that is
-    FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. The block tables are the
-    seat's up to FIRST_ENTRY, and from there on NUM_ENTRIES new ones, which `entries` has from ENTRIES on and
-    which the seat gets; it must have those before. A row beyond those of the step computes nothing.
+    Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes tokens
+    from position START on: the entries of `tokens` from FIRST_TOKEN on, or the seat's last token if
+    FIRST_TOKEN is FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. A row's block
+    tables are the seat's up to FIRST_ENTRY, which the seat must have, followed by NUM_ENTRIES new entries.
+    These come from `entries` from ENTRIES on, and are stored in the seat too. A row after the step's own rows
+    computes nothing.
 
     out: see `StepTensors`. Its tables are those of the step's rows and then of `sources`, zero behind a row's
-        last block. It may have more rows than the step, each of which gets an equal share of the tokens that
-        the step does not have: they are in the scratch seat, at position 0 and in slot NO_SLOT, and no query
-        of attention.
+        last block. It may have more rows and more tokens than the step. The further tokens, which come last,
+        are in the scratch seat, at position 0 and in slot NO_SLOT, and no query of attention.
 
-    num_tokens: of the step. No row has more than `longest` new tokens, and no seat that gets entries has more
-        than so many. Raises ValueError for a shape, dtype or device that does not fit.
+    num_tokens: the number of tokens of the step.
+    longest: maximum number of new tokens of a row, and of entries of a seat that gets new ones.
+
+    Raises ValueError for a shape, dtype or device that does not fit.
     """
     tensors = rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, sources, rope_lens
     # Not the exact length, for which most steps would be of another combination.
-    sizes = num_tokens, triton.cdiv(max(longest, out.tables.shape[2]), _BLOCK), block_size
+    longest = max(longest, out.tables.shape[2], out.by_token.shape[1] - num_tokens)
+    sizes = num_tokens, triton.cdiv(longest, _BLOCK), block_size
     launch = _launches.find(combination((*tensors, *out), *sizes), *tensors, out, sizes)
     more = rows if sources is None else sources  # then it is not read
     launch(rows, cu_seqlens_q, tokens, entries, last_tokens, seat_tables, more, rope_lens, *out)
@@ -262,21 +271,24 @@ def _bind(
     if not 1 <= num_step_rows <= num_rows:
         raise ValueError(f"cu_seqlens_q must be of 1 to {num_rows} rows, got {num_step_rows}")
     num_padded = num_out_rows - num_step_rows
-    num_more_tokens = out.by_token.shape[1] - num_tokens
-    pad_q = num_more_tokens // num_padded if num_padded > 0 else 0
-    if num_padded < 0 or num_more_tokens != pad_q * num_padded:
+    num_out_tokens = out.by_token.shape[1]
+    if num_padded < 0 or num_out_tokens < num_tokens:
         raise ValueError(
-            f"out must have room for {num_step_rows} rows of {num_tokens} tokens, and as many tokens in each "
-            f"further row, got {num_out_rows} rows of {out.by_token.shape[1]}"
+            f"out must have room for {num_step_rows} rows of {num_tokens} tokens, got {num_out_rows} rows of "
+            f"{num_out_tokens}"
         )
+    # Programs that pad divide the further tokens.
+    num_pads = max(num_padded, min(1, num_out_tokens - num_tokens))
+    pad_q = triton.cdiv(num_out_tokens - num_tokens, max(1, num_pads))
     return BoundLaunch(
         _unpack_kernel,
-        (num_rows + num_more + num_padded, num_programs),
+        (num_rows + num_more + num_pads, num_programs),
         num_rows=num_rows,
         num_step_rows=num_step_rows,
         num_out_rows=num_out_rows,
         num_more=num_more,
         num_tokens=num_tokens,
+        num_out_tokens=num_out_tokens,
         pad_q=pad_q,
         num_entries=entries.shape[1],
         width=out.tables.shape[2],

@@ -28,6 +28,8 @@ gated_delta = checked(reference.gated_delta)
 gated_norm = checked(reference.gated_norm)
 gelu = checked(reference.gelu)
 grouped_linear = checked(reference.grouped_linear)
+mamba2_scan = checked(reference.mamba2_scan)
+relu_squared = checked(reference.relu_squared)
 rms_norm = checked(reference.rms_norm)
 rms_norm_into = checked(reference.rms_norm_into)
 route = checked(reference.route)
@@ -51,25 +53,25 @@ split_keys = sys.maxsize  # contexts are not split
 
 
 def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:  # noqa: ARG001
-    """Begin to compile what an engine needs; the result waits for it. Nothing is compiled."""
+    """Do nothing: there is nothing to compile. Return a function that returns at once."""
     return lambda: None
 
 
 def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:  # noqa: ARG001
-    """Return 1: no sequence of more tokens is split."""
+    """Return 1: contexts are not split for sequences with more new tokens."""
     return 1
 
 
 def head_dims() -> range:
-    """Return the head dimensions that attention takes: any."""
+    """Return the head dimensions that attention supports: any."""
     return range(1, sys.maxsize)
 
 
 def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:  # noqa: ARG001
-    """Return the most bytes that partial results of attention take, beside what a step of any size takes."""
+    """Return the maximum bytes of attention's partial results that a step does not already include."""
     return 0
 
 
 def listening(compiled: Callable[[], None]) -> AbstractContextManager[None]:  # noqa: ARG001
-    """Call `compiled` for every kernel that is compiled at its launch inside the block: there is none."""
+    """Return a context that does nothing, since no kernel is compiled."""
     return nullcontext()

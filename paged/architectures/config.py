@@ -25,9 +25,7 @@ ROTARY_BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.si
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window and the same KVShape. They share block tables, since they see the same
-    tokens.
-    """
+    """Layers with the same window and KVShape. They share block tables, since they see the same tokens."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -62,6 +60,8 @@ class TensorNames:
     skipped_prefixes: the prefixes of tensors that are not loaded, such as other parts of the model and
         multi-token prediction.
     ignored_suffixes: the suffixes of tensors that are not parameters.
+    factors: of tensors within a layer, by the name that `in_decoder` gives them: runs of rows, each with what
+        it is multiplied by when it is read. Scales of a weight in codes are multiplied in its place.
     stacks: the stacked tensors that a checkpoint may have in place of one tensor for each expert.
     only_stacks: whether error messages name the tensors of experts by their place in a stack.
     """
@@ -71,6 +71,7 @@ class TensorNames:
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
+    factors: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     stacks: tuple[ExpertStack, ...] = ()
     only_stacks: bool = False
 
@@ -79,9 +80,7 @@ class TensorNames:
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
     def around(self, text: TensorNames) -> TensorNames:
-        """Return names for a checkpoint around the model `text`: these names, which also skip what `text`
-        skips.
-        """
+        """Return names for a checkpoint around the model `text`, which also skip what `text` skips."""
         skipped = tuple(
             theirs + name[len(ours) :]
             for theirs, ours in self.prefixes

@@ -15,6 +15,8 @@ GGUF_KEY = "gguf_architecture"
 BITS_KEYS = ("gguf_layer_bits", "gguf_table_bits")
 # Tensors that are read with the config: factors of rotary embeddings.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# The key that has the number of layers behind the last one, which predict further tokens and are skipped.
+FURTHER_KEY = "gguf_further_layers"
 # The key that has the reason why such a model has no tokenizer.
 NO_TOKENIZER_KEY = "gguf_without_tokenizer"
 # Of the tokens whose type the file gives wrongly.
@@ -38,9 +40,7 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 def models_of(names: Iterable[str]) -> list[str]:
-    """Return the names of GGUF files that are models. A model in several parts appears once, by its first
-    part.
-    """
+    """Return the names of GGUF files that are models. A model in parts appears once, by its first part."""
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
     return sorted(name for name in firsts if "mmproj" not in name.lower())
 

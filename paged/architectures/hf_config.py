@@ -18,7 +18,7 @@ from ..base.validation import shown
 from .config import ModelConfig
 from .families.reading import Config, Family, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture, family_of
-from .gguf_paths import BITS_KEYS, GGUF_KEY, gguf_files
+from .gguf_paths import BITS_KEYS, FURTHER_KEY, GGUF_KEY, gguf_files
 
 if TYPE_CHECKING:
     from .families.multimodal import Multimodal
@@ -117,9 +117,7 @@ def read_hf(directory: Path) -> dict[str, Any]:
 
 
 def read_quantization(hf: Config) -> Quantization | None:
-    """Return the quantisation that config.json describes; None if weights are not quantised. See
-    `quantization_of`.
-    """
+    """Return the quantisation in config.json; None if weights are not quantised. See `quantization_of`."""
     text = hf.get("text_config")
     configs = [hf, text] if isinstance(text, dict) else [hf]
     if not any(config.get(key) for config in configs for key in QUANTIZATION_KEYS):
@@ -147,7 +145,7 @@ def read_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"{file}: {GGUF_KEY} is {shown(hf[GGUF_KEY])}; give the GGUF file itself")
     layer_bits, table_bits = (_bits(hf, key, file) for key in BITS_KEYS)
     config = replace(config, layer_bits=layer_bits, table_bits=table_bits)
-    return with_gguf_names(config, hf[GGUF_KEY])
+    return with_gguf_names(config, hf[GGUF_KEY], hf.get(FURTHER_KEY, 0))
 
 
 def _bits(hf: Config, key: str, file: Path) -> float | None:
@@ -198,7 +196,8 @@ def _read(known: Family, hf: Config) -> ModelConfig:
     # Gemma's files have both keys; its classes read the second, those of other families the first.
     key = "hidden_activation" if "hidden_activation" in known.defaults else "hidden_act"
     if hf.get(key) is not None:  # Raises UnsupportedModelError unless it is that of the family
-        activation_of(hf, key, tuple({layer.feed_forward.activation for layer in config.layers}))
+        parts = (part for layer in config.layers for part in layer.feed_forwards[:1])
+        activation_of(hf, key, tuple({part.activation for part in parts}))
     return config
 
 

@@ -8,13 +8,18 @@ from .spec import LayerSpec
 def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
     """Return the numbers per token inside a layer's attention or state, and the numbers per token of its
     output.
+
+    Of a layer with both the larger numbers count; a layer may have neither.
     """
+    numbers = out = 0
     state = layer.state
     if state is not None:
-        out = state.columns if state.kind == "conv" else state.num_heads * state.value_dim
-        return 2 * (state.columns + 2 * out + 2 * state.num_heads), out
+        out = state.columns if state.kind == "conv" else state.num_values
+        numbers = 2 * (state.columns + 2 * out + 2 * state.num_heads)
     attention = layer.attention
-    assert attention is not None, "a layer has attention or a state"
-    query = attention.num_heads * attention.kv.key_dim
-    numbers = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
-    return numbers, attention.num_heads * attention.kv.value_dim
+    if attention is not None:
+        query = attention.num_heads * attention.kv.key_dim
+        own = 2 * (query + sum(attention.kv.part_sizes)) + query * attention.gate
+        numbers = max(numbers, own)
+        out = max(out, attention.num_heads * attention.kv.value_dim)
+    return numbers, out

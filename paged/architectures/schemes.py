@@ -141,8 +141,13 @@ def _of_state(state: StateSpec) -> dict[str, int]:
     values = state.num_heads * state.value_dim
     if state.kind == "conv":
         return {"conv.in_proj": 3 * state.columns, "conv.out_proj": state.columns}
+    if state.kind == "mamba2":
+        return {"mamba.in_proj": state.num_inputs, "mamba.out_proj": values}
     sizes = {"in_proj_qkv": state.columns, "in_proj_z": values}
     sizes |= {"in_proj_b": state.num_heads, "in_proj_a": state.num_heads}
+    if state.stored != "by_part":
+        del sizes["in_proj_b"], sizes["in_proj_a"]
+        sizes["in_proj_ba"] = 2 * state.num_heads
     if state.stored == "by_key_head":
         sizes = {"in_proj_qkvz": state.columns + values, "in_proj_ba": 2 * state.num_heads}
     sizes["out_proj"] = values
@@ -154,10 +159,13 @@ def _of_feed_forward(spec: FeedForwardSpec | ExpertsSpec) -> dict[str, int]:
     if isinstance(spec, FeedForwardSpec):
         up = {"gate_up": 2} if spec.fused else {"gate": 1, "up": 1} if spec.gated else {"up": 1}
         return {f"mlp.{part}_proj": n * spec.size for part, n in {**up, "down": 1}.items()}
-    names = ["gate_up_proj"] if spec.interleaved else [*spec.parts[:2]]
+    names = ["gate_up_proj"] if spec.interleaved else [*spec.parts[:-1]]
     modules = {f"mlp.{spec.router}": spec.num_experts}
+    if spec.latent_size is not None:
+        modules |= dict.fromkeys(("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"), spec.latent_size)
     for expert in range(spec.num_experts):
-        own = {name: 2 * spec.size // len(names) for name in names} | {spec.parts[2]: spec.size}
+        num_inner = (2 if spec.gated else 1) * spec.size
+        own = {name: num_inner // len(names) for name in names} | {spec.parts[-1]: spec.size}
         modules |= {f"mlp.experts.{expert}.{name}": size for name, size in own.items()}
     if spec.shared is not None:
         shared = _of_feed_forward(spec.shared)

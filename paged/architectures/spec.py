@@ -125,7 +125,7 @@ class FeedForwardSpec:
     """The feed-forward part of one layer: down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
 
     size: int  # of the inner activations
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu_squared"] = "silu"
     gated: bool = True
     bias: bool = False
     fused: bool = False  # the checkpoint stores gate and up as one tensor, mlp.gate_up_proj
@@ -153,7 +153,12 @@ class ExpertsSpec:
     num_experts: int
     size: int  # of the inner activations of each expert
     routing: RoutingOptions
-    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu_squared"] = "silu"
+    gated: bool = True
+    latent_size: int | None = (
+        None  # of what experts take and give, between two projections; None: hidden_size
+    )
+    latent_bias: bool = False  # of these projections
     bias: bool = False  # of both projections of every expert
     limit: float = 7.0  # of clamped_swiglu, see `reference.clamped_swiglu`
     alpha: float = 1.702
@@ -162,7 +167,7 @@ class ExpertsSpec:
     router_scale: float | None = None  # the router has a norm of its own, whose output is multiplied by this
     correction_bias: bool = False  # the router has e_score_correction_bias, added to scores for choosing
     expert_scales: bool = False  # the router has per_expert_scale, a factor of each expert's weights
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")  # without a gate the last two
     # Gate and up are one tensor, gate_up_proj, whose rows alternate; projections are [in, out].
     interleaved: bool = False
     shared: FeedForwardSpec | None = None  # the MLP that every token has beside its experts
@@ -173,11 +178,6 @@ class ExpertsSpec:
     def num_chosen(self) -> int:
         """The number of experts per token."""
         return self.routing.num_chosen
-
-    @property
-    def gated(self) -> bool:
-        """Whether each expert's MLP has a gate: always true."""
-        return True
 
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without biases."""
@@ -199,12 +199,13 @@ class ExpertsSpec:
 
     def expert_params(self, hidden_size: int) -> int:
         """Return the number of weights of one expert."""
-        return 3 * self.size * hidden_size
+        return (3 if self.gated else 2) * self.size * (self.latent_size or hidden_size)
 
     def _beside(self, hidden_size: int) -> int:
         """Return the number of weights that every token is multiplied by."""
         shared = 0 if self.shared is None else self.shared.num_params(hidden_size)
-        return shared + hidden_size * (self.num_experts + (self.shared_gate is not None))
+        latent = 2 * (self.latent_size or 0)
+        return shared + hidden_size * (self.num_experts + (self.shared_gate is not None) + latent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,9 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. It has attention, or a state.
+    """One decoder layer. It has attention, or a state, or both: then they read the same and are both added.
+
+    A layer may have no feed-forward part, or nothing else, as in Nemotron-H. Then it has one norm, before it.
 
     parallel: whether attention and the feed-forward part read the same residual and are both added to it.
     scaled: whether the checkpoint has a scalar that multiplies the layer's output.
@@ -227,7 +230,7 @@ class LayerSpec:
 
     attention: AttentionSpec | None = None
     state: StateSpec | None = None
-    feed_forward: FeedForwardSpec | ExpertsSpec
+    feed_forward: FeedForwardSpec | ExpertsSpec | None
     norms: NormNames = NormNames()
     parallel: bool = False
     scaled: bool = False
@@ -247,4 +250,4 @@ class LayerSpec:
     @property
     def feed_forwards(self) -> tuple[FeedForwardSpec | ExpertsSpec, ...]:
         """The feed-forward parts that follow attention."""
-        return (self.feed_forward,) if self.experts is None else (self.feed_forward, self.experts)
+        return tuple(part for part in (self.feed_forward, self.experts) if part is not None)

@@ -22,9 +22,7 @@ def docstring_of(owner: type[Any] | Callable[..., Any]) -> str:
 
 
 def field_texts(owner: type[Any]) -> dict[str, str]:
-    """Return what a dataclass's docstring says about each field, by field name; each text is joined to one
-    line.
-    """
+    """Return a dataclass docstring's text about each field, joined to one line, by field name."""
     found = re.finditer(r"^(\w+): (.*?)(?=^\w+: |^$|\Z)", docstring_of(owner), re.DOTALL | re.MULTILINE)
     return {match[1]: " ".join(match[2].split()) for match in found}
 

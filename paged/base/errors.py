@@ -62,9 +62,7 @@ class DivisionError(ConfigError):
 
 
 class ResourceError(ConfigError):
-    """The machine lacks something that the options need: memory, cores, a GPU, a port, a file of keys, a
-    package.
-    """
+    """The machine lacks something: memory, cores, a GPU, a port, a file of keys, a package."""
 
 
 class ClusterError(ResourceError):
@@ -86,9 +84,7 @@ class QueueFullError(RequestError):
 
 
 class RequestTimeoutError(RequestError):
-    """The request's timeout_s passed before the request reached the engine: preparing its prompt
-    took too long.
-    """
+    """The request's timeout_s passed while its prompt was prepared, before it reached the engine."""
 
 
 class UnknownArgumentError(PagedError, TypeError):

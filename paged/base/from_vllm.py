@@ -27,9 +27,7 @@ _NOTES = {
 
 
 class Neutral(NamedTuple):
-    """The values of an argument of vLLM that change nothing here, and the reason why other values are
-    refused.
-    """
+    """The values of an argument of vLLM that change nothing here, and why other values are refused."""
 
     values: tuple[Any, ...]
     reason: str

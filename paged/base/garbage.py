@@ -9,9 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector while many objects are made, since it would scan all of them
-    repeatedly.
-    """
+    """Pause Python's garbage collector while many objects are made, as it would scan them repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -44,9 +44,7 @@ def leave_signals_to_parent() -> None:
 
 
 def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end this process at once and without a traceback, for a command that has nothing to clean
-    up.
-    """
+    """Let Ctrl-C end this process at once, without a traceback, if it has nothing to clean up."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -123,9 +123,7 @@ class ListOf(Kind):
 
 
 def named_parts(kind: Kind, name: str, value: Any) -> tuple[Any, list[str]]:
-    """Return the result of `kind.parts`. Prefix errors with the name, unless an error names a part of the
-    value.
-    """
+    """Return the result of `kind.parts`. Prefix an error with the name, unless it names a part."""
     try:
         return kind.parts(name, value)
     except PagedError as error:

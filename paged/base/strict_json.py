@@ -115,9 +115,7 @@ def given_twice(name: str) -> RequestError:
 
 
 def exact_float(digits: str) -> float:
-    """Parse a number with a fraction or an exponent. Return a RoundedFloat if float64 cannot represent it
-    exactly.
-    """
+    """Parse a number with a fraction or an exponent. Return a RoundedFloat if float64 cannot hold it."""
     if len(digits) > MAX_NUMBER_LENGTH:
         raise _too_long(digits)
     number = float(digits)

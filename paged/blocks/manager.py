@@ -19,9 +19,7 @@ Copy = tuple[BlockId, BlockId]  # from, to
 
 
 def widest_of(windows: Sequence[int | None]) -> int:
-    """Return the index of the layer group with the widest sliding window; None, full attention, is the
-    widest.
-    """
+    """Return the index of the layer group with the widest sliding window. None, full attention, is widest."""
     return max(range(len(windows)), key=lambda group: windows[group] or NEVER)
 
 
@@ -75,9 +73,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks, over all groups, that a sequence holds while it grows to
-        num_tokens.
-        """
+        """Return the maximum number of blocks, in all groups, that a sequence holds while it grows."""
         blocks = self.blocks_for(num_tokens)
         return sum(min(blocks, most) for most in self._most_blocks)
 
@@ -245,9 +241,7 @@ class BlockManager:
         seq.register_at = (num_full + REGISTER_EVERY) * self.block_size
 
     def fork(self, seq: SequenceBlocks, num_computed: int) -> SequenceBlocks:
-        """Return a second sequence that shares all blocks. The first write into the shared last block copies
-        it.
-        """
+        """Return a second sequence that shares all blocks. The first write into the last block copies it."""
         copy = SequenceBlocks(len(self.windows), seq.chain and seq.chain.fork())
         self._sequences.add(copy)
         copy.tables = [table[:] for table in seq.tables]
@@ -285,9 +279,7 @@ class BlockManager:
         seq.capacity = min(seq.capacity, most * self.block_size)
 
     def record_drafted(self, seq: SequenceBlocks, num_tokens: int, num_guesses: int = 0) -> None:
-        """Record that the draft model's K and V exist for the first num_tokens and for num_guesses guesses
-        behind them.
-        """
+        """Record that the draft model's K and V exist for num_tokens tokens and num_guesses guesses."""
         first = min(seq.num_drafted, num_tokens) // self.block_size
         self.pool.drafted.update(seq.tables[self.widest][first : num_tokens // self.block_size])
         seq.num_drafted = num_tokens + num_guesses

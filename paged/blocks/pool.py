@@ -236,9 +236,7 @@ class BlockPool:
         namespace: bytes = b"",
         group: int = 0,
     ) -> BlockId:
-        """Do what `cache` does, with the block's digest, tokens (the bytes of int32) and namespace given
-        instead of a chain.
-        """
+        """Do what `cache` does, given the block's digest, tokens (the bytes of int32) and namespace."""
         digest = self._in_group(digest, group)
         size = 4 * self.block_size
         known = self._index.get(digest)

@@ -281,7 +281,7 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
     ),
     ChatSyntax(
         name="qwen3_coder",
-        families="Qwen3-Coder, Qwen 3.5 and 3.6",
+        families="Qwen3-Coder, Qwen 3.5 and 3.6, Nemotron 3",
         aliases=["qwen3_xml", "qwen3_5", "mimo"],
         present=["<function=", "<parameter=", "<tool_call>"],
         reasoning=["think"],
@@ -330,6 +330,36 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
                 call="$name($arguments)",
                 separator="\n",
                 arguments="python",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="lfm2",
+        families="LFM2 and 2.5",
+        present=["<|tool_list_start|>"],
+        model_types=["lfm2", "lfm2_moe"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<|tool_call_start|>",
+                section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+                call="$name($arguments)",
+                separator=", ",
+                arguments="python",
+            )
+        ),
+    ),
+    ChatSyntax(
+        name="nemotron_json",
+        families="Nemotron-H and Nemotron Nano 2",
+        present=["<TOOLCALL>"],
+        reasoning=["think"],
+        variants=_only(
+            CallSyntax(
+                begin="<TOOLCALL>",
+                section=("<TOOLCALL>[", "]</TOOLCALL>"),
+                call=_NAMED_OBJECT,
+                separator=", ",
             )
         ),
     ),
@@ -406,7 +436,7 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
     ),
     ChatSyntax(
         name="hermes",
-        families="Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4",
+        families="Hermes, Qwen 2.5 and 3, SmolLM3, Granite 4, Falcon-H1",
         aliases=["qwen25", "granite4"],
         present=["<tool_call>", "</tool_call>"],
         reasoning=["think"],

@@ -45,9 +45,7 @@ class JsonScanner:
 
     @property
     def is_in_string(self) -> bool:
-        """Whether the position is inside a string. Text without STRING_MARKS may then follow without being
-        scanned.
-        """
+        """Whether the position is inside a string. Text without STRING_MARKS then need not be scanned."""
         return self._state == "string"
 
     def scan(self, text: str, start: int = 0) -> int:

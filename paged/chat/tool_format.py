@@ -215,9 +215,7 @@ class ToolFormat:
     # Forcing
 
     def calls(self, tools: Sequence[Tool], *, is_single: bool) -> Format:
-        """Return the format of one call, or of 1 to MAX_CALLS calls. Arguments match the schemas of their
-        tools.
-        """
+        """Return the format of one call, or of 1 to MAX_CALLS calls. Arguments match their schemas."""
         syntax = self.syntax
         tags = [self._call(tool) for tool in tools]
         if self.has_channels:

@@ -25,9 +25,7 @@ _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize
 
 
 def stamp_of(status: os.stat_result) -> str:
-    """Return a file's stamp: times, size and inode, which identify this version of the file without reading
-    it.
-    """
+    """Return a file's stamp: times, size and inode identify its version, without reading it."""
     return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_size} {status.st_ino}"
 
 

@@ -381,9 +381,7 @@ def _as_slice(index: Tensor) -> Tensor | slice:
 
 
 def check_values(tensors: Sequence[StoredTensor], values: Tensor, check: ValueCheck) -> None:
-    """Check values that were read from tensors. Raises CheckpointError, which names file, tensor and
-    position.
-    """
+    """Check values that were read from tensors. Raises CheckpointError naming file, tensor and position."""
     has_wrong = check.has_wrong or (lambda part: bool(check.is_wrong(part).any()))
     step = max(1, CHECKED_AT_ONCE // max(1, values[:1].numel()))
     if not values.numel() or not any(map(has_wrong, torch.split(values, step))):

@@ -103,6 +103,7 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
         **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
         "weights of the draft model": 0 if footprint.draft is None else footprint.draft.num_bytes,
         f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
+        "CUDA graphs": footprint.graph_bytes,
         f"states of {sizes.config.num_seats:,} sequences": footprint.state_bytes,
         "rope tables": footprint.rope_bytes,
         f"KV cache: {footprint.num_blocks:,} blocks of {sizes.block_size}, {per_token}": footprint.kv_bytes,

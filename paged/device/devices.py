@@ -135,9 +135,7 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
 def check_attention(
     kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
 ) -> None:
-    """Raise ConfigError unless the backend's attention supports these head dimensions and this KV cache
-    dtype.
-    """
+    """Raise ConfigError unless the backend's attention supports these head dimensions and this cache."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             dims = kernels.head_dims()

@@ -30,8 +30,9 @@ class _ExplainsMissing(ExplainsMissing, ABCMeta):
 class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     """Serves one model to coroutines, with the options of `LLMEngine`.
 
-    >>> async with AsyncLLMEngine("demo") as engine: ...     async for output in engine.generate("def add(a,
-    b):", SamplingParams(max_tokens=16)): ...         print(output.outputs[0].text)
+    >>> async with AsyncLLMEngine("demo") as engine:
+    ...     async for output in engine.generate("def add(a, b):", SamplingParams(max_tokens=16)):
+    ...         print(output.outputs[0].text)
 
     A thread owns the engine and steps it while there is work. Callers may run on several event loops and
     threads. A slow reader does not delay other readers: a new cumulative output replaces its unread one, and

@@ -130,8 +130,7 @@ class EngineCore:
         return []
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put an output into the outbox of each finished request, and of each request in `groups` that wants
-        an output.
+        """Put outputs into the outboxes of finished requests, and of requests in `groups` that want them.
 
         If a request's log-probabilities are not all decoded yet, it is published after a later step.
         """
@@ -358,10 +357,7 @@ class EngineCore:
                 self._abort(group)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """Hold a request, so that it computes nothing while its reader is slow, or release it.
-
-        Unknown ids are ignored.
-        """
+        """Hold a request, so that it computes nothing, or release it. Ignore unknown ids."""
         group = self._unfinished(request_id)
         if group is not None:
             change = self.scheduler.hold if is_held else self.scheduler.release

@@ -237,7 +237,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     def params_of(
         self, given: Mapping[str, Any], max_tokens: int | None = DEFAULT_MAX_TOKENS
     ) -> SamplingParams:
-        """Return SamplingParams(**given), with the engine's defaults for the other parameters.
+        """Return SamplingParams(**given), with the engine's defaults for other parameters.
 
         max_tokens: the default if generation_config.json has no max_new_tokens.
         """
@@ -246,8 +246,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     def shutdown(self) -> None:
         """End the other processes of a model over several processes. No step can run any more.
 
-        `with LLMEngine(...) as engine:` calls this at its end. Memory is freed once the engine object is
-        collected.
+        `with LLMEngine(...) as engine:` calls this at its end. Collecting the engine frees its memory.
         """
         self._end_ranks()
         self.core.dead = self.core.dead or EngineDeadError("the engine was shut down; make a new one")
@@ -486,8 +485,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         tenant: str = "",
         **vllm: Any,
     ) -> list[ScoreOutput]:
-        """Return the log-probability of each continuation of a prompt. The continuations share the prompt's
-        KV by prefix caching.
+        """Return the log-probability of each continuation of a prompt. Prefix caching shares the prompt's KV.
 
         continuations: texts or lists of token ids. Prompt and continuation are tokenized separately, the
             continuation without special tokens, so a space between them must be part of one of the two.
@@ -565,8 +563,8 @@ class LLMEngine(metaclass=ExplainsMissing):
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of conversations, rendered by the checkpoint's chat template.
 
-        An output's `message` is the answer in OpenAI's form: content, reasoning and tool_calls, as the
-        model's format marks them. Its `text` is what the model wrote.
+        An output's `message` is the answer in OpenAI's form, with content, reasoning and tool_calls. Its
+        `text` is what the model wrote.
 
         messages: dicts with "role" and "content"; content is text or a list of {"type": "text", "text": ...}.
             Other keys, such as "tool_calls", are passed to the template.
@@ -643,9 +641,9 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         priority, timeout_s: override the fields of sampling_params. timeout_s is in seconds from now.
         tenant: the account that is charged under scheduling_policy "fair".
-        generated_token_ids: the output so far, if another engine began the request. With the other engine's
-            seed, this engine generates the tokens that the other would have generated. Deltas hold only new
-            tokens and text. Such a request has one sample and no log-probabilities.
+        generated_token_ids: the output so far, if another engine began the request. With that engine's seed,
+            the tokens are the same as there. Deltas hold only new tokens and text. Such a request has one
+            sample and no log-probabilities.
 
         All validation happens here, so this call tokenizes the prompt and compiles a grammar. Compiling a
         grammar usually takes milliseconds, at most COMPILE_TIMEOUT_S (10 s), and no time if the grammar was
@@ -706,8 +704,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         outputs go to those iterators.
 
         If the step raises, no request is lost: the next call recomputes the unfinished work. Cached and
-        pinned prefixes are forgotten. Ctrl-C waits for the end of the step, and the next call returns the
-        step's outputs; a second Ctrl-C acts at once.
+        pinned prefixes are forgotten. Ctrl-C waits for the step's end, and the next call returns its outputs;
+        a second Ctrl-C acts at once.
 
         Raises EngineDeadError if the GPU or a process of the model has failed. No step can run any more, and
         `unfinished` returns the requests that are left.
@@ -716,8 +714,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return self.core.outbox.take()
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engine's service among tenants by these weights from now on. Other tenants have weight
-        1.
+        """Divide the engine's service by these weights from now on. Other tenants have weight 1.
 
         Raises ConfigError unless scheduling_policy is "fair" and all weights are positive.
         """
@@ -761,8 +758,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     # Prefixes
 
     def pin_prefix(self, prompt: Prompt) -> int:
-        """Compute a prompt's KV if needed, and keep its full blocks in the cache. Return their number of
-        tokens.
+        """Compute a prompt's KV if needed, and pin its full blocks. Return their number of tokens.
 
         The blocks stay pinned until `unpin_prefix` or `reset_prefix_cache` is called, or a step raises; after
         an error the contents of blocks are unknown.

@@ -196,8 +196,8 @@ def _escaped(found: re.Match[str]) -> str:
 def library_grammar(kind: str, value: Any, special: Mapping[str, int]) -> str:
     """Return the library's grammar of a constraint. Raises ValueError or RequestError.
 
-    kind: the name of the field of StructuredOutputsParams that is given. value: text if the kind is "regex"
-        or "grammar", otherwise JSON parsed by `structural_tag.exact_json`.
+    kind: the field of StructuredOutputsParams that is given.
+    value: text if the kind is "regex" or "grammar", otherwise JSON parsed by `structural_tag.exact_json`.
     special: the special tokens of the vocabulary and their ids.
     """
     from llguidance import LLMatcher

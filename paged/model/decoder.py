@@ -21,7 +21,7 @@ from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
 from .layers.attention import Attention
 from .layers.linear import Embedding, Linear
-from .layers.mlp import MLP, ManyExperts, PlainMLP
+from .layers.mlp import MLP, ManyExperts, PlainMLP, new_mlp
 from .layers.norms import LayerNorm, RMSNorm, new_norm
 from .layers.rotary import RotaryEmbedding, TokenRows
 from .part import ModelPart, Shard
@@ -58,7 +58,14 @@ class DecoderLayer(Loadable):
                 kind = config.residual_norm if place.startswith("before") else config.norm
                 norm = new_norm(kind, config.hidden_size, kernels, f"{LAYERS}{layer}.{name}")
             self.register_module(place, norm)
+        self.index = layer
         self.mixer = _new_mixer(config, layer, kernels, part.shard)
+        # Heads with a state, which read what attention reads, and are added with it.
+        self.state_heads: StateLayer | None = None
+        if spec.attention is not None and spec.state is not None:
+            from .layers.states import new_state_layer
+
+            self.state_heads = new_state_layer(config, layer, kernels, part.shard)
         self.mlp = _new_feed_forward(config, layer, kernels, part.shard)
         self.beside: ExpertsBeside | None = None
         if spec.experts is not None:
@@ -83,7 +90,12 @@ class DecoderLayer(Loadable):
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, num_heads, head_dim]
         """Write K and V of the new tokens into the cache. Return the tokens' queries."""
+        if self.mixer is None:  # what the feed-forward part reads takes the place of queries
+            return add_and_norm(hidden, residual, self.before_mlp)
         hidden = add_and_norm(hidden, residual, self.before_attention)
+        if self.state_heads is not None:
+            made = self.state_heads.project(hidden, rows, batch, kv_cache)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
@@ -93,7 +105,11 @@ class DecoderLayer(Loadable):
 
         Return the tensor that is still to be added to the residual; None if there is none.
         """
+        if self.mixer is None:
+            return self._feed_forward(query, rows)
         hidden = self._attend(query, rows, queries, kv_cache)
+        if self.mlp is None:
+            return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
@@ -108,12 +124,14 @@ class DecoderLayer(Loadable):
         return left
 
     def _attend(self, query: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache) -> Tensor:
+        assert self.mixer is not None, "the layer has attention or a state"
         if rows.adapters is None:
             return self.mixer.attend(query, queries, kv_cache)
         assert isinstance(self.mixer, Attention), "models whose layers keep states take no adapters"
         return self.mixer.attend(query, queries, kv_cache, rows.adapters)
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        assert self.mlp is not None, "the layer has a feed-forward part"
         if isinstance(self.mlp, ManyExperts):
             out: Tensor = (
                 self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
@@ -136,15 +154,18 @@ class DecoderLayer(Loadable):
                 module.finish_loading()
         if self.layer_scalar is not None:
             factor = self.layer_scalar.item()
-            name = f"layer_scalar of layer {self.mixer.layer}"
+            name = f"layer_scalar of layer {self.index}"
             self.factor = check_number(CheckpointError, name, factor, 0, MAX_SCALAR, above=True)
 
 
-def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> Attention | StateLayer:
-    """Make the part of a layer in which tokens see each other."""
-    state = config.layers[layer].state
-    if state is None:
+def _new_mixer(
+    config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
+) -> Attention | StateLayer | None:
+    """Make the part of a layer in which tokens see each other; where it has both kinds, attention."""
+    if config.layers[layer].attention is not None:
         return Attention(config, layer, kernels, shard)
+    if config.layers[layer].state is None:
+        return None
     from .layers.states import new_state_layer
 
     return new_state_layer(config, layer, kernels, shard)
@@ -152,11 +173,13 @@ def _new_mixer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) 
 
 def _new_feed_forward(
     config: ModelConfig, layer: int, kernels: Kernels, shard: Shard
-) -> MLP | PlainMLP | Experts:
-    """Make the feed-forward part of a layer."""
+) -> MLP | PlainMLP | Experts | None:
+    """Make the feed-forward part of a layer, if it has one."""
     spec = config.layers[layer].feed_forward
+    if spec is None:
+        return None
     if isinstance(spec, FeedForwardSpec):
-        return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard)
+        return new_mlp(config, layer, kernels, spec, shard)
     assert shard.is_whole, "experts are not divided: see check_shards"
     from .layers.experts import Experts
 
@@ -177,6 +200,7 @@ class ParallelLayer(DecoderLayer):
         """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
+        assert self.mixer is not None, "a parallel layer has attention"
         self.kernels.add(self._attend(query, rows, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 

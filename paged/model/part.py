@@ -158,8 +158,9 @@ def _obstacle(config: ModelConfig, count: int) -> str | None:
         if state.num_heads and max(count, state.num_key_heads) % min(count, state.num_key_heads):
             return f"the {state.num_key_heads} key heads of states"
     for layer in config.layers:
-        if layer.feed_forward.size % count:
-            return f"inner size {layer.feed_forward.size}"
+        for part in layer.feed_forwards:
+            if part.size % count:
+                return f"inner size {part.size}"
     if config.hidden_size % count:
         return f"hidden_size {config.hidden_size}"
     if config.layer_inputs is not None and config.layer_inputs.size % count:

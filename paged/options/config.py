@@ -52,14 +52,12 @@ class EngineConfig:
 
     model: a local directory, a GGUF file, a Hugging Face hub id, "owner/name:Q4_K_M" for a quantisation in a
         repository of GGUF files, or "demo" for the checkpoint that ships with `paged`.
-    tokenizer: a directory or hub id, for a tokenizer that is not in the model's directory or repository; None
-        takes the model's own.
+    tokenizer: a directory or hub id, for another tokenizer than the model's own; None takes the model's own.
     revision: branch, tag or commit of the model on the hub; None takes the hub's default branch.
     tokenizer_revision: branch, tag or commit of the tokenizer on the hub; None takes `revision` if the
         tokenizer is the model's own.
-    generation_config: default sampling parameters of a request that gives none: "auto" reads the checkpoint's
-        generation_config.json; "paged" (or "vllm") takes `SamplingParams()`; a directory names another
-        generation_config.json.
+    generation_config: default sampling parameters: "auto" reads the checkpoint's generation_config.json;
+        "paged" (or "vllm") takes `SamplingParams()`; a directory names another generation_config.json.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
         checkpoint's, "half" is float16, "float" is float32; a torch.dtype is accepted too. On a CPU, "auto"
         replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions.
@@ -89,14 +87,12 @@ class EngineConfig:
         cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
         object, for this engine alone.
     tenant_weights: for "fair", the relative share of each tenant; None takes 1 for each.
-    long_prefill_token_threshold: maximum number of prompt tokens of one request in a step; None sets no
-        limit.
+    long_prefill_token_threshold: maximum prompt tokens of one request in a step; None sets no limit.
     max_num_partial_prefills: maximum number of requests with partly computed prompts; None sets no limit.
     max_waiting: maximum number of waiting requests; more are refused. None sets no limit.
     max_queued_tokens: maximum number of tokens of all waiting requests together; a request that exceeds it is
         refused, unless no other waits. None sets no limit.
-    watermark: share of the blocks that stay free when a request is admitted, so that running requests can
-        grow.
+    watermark: share of the blocks that stay free for running requests when a request is admitted.
     preemption_mode: what happens to the KV of a preempted request: "recompute" frees it and computes it
         again, "swap" moves it to host memory (needs swap_space), "auto" takes what is estimated to be faster.
     max_preemptions: number of preemptions after which a request is not preempted again.
@@ -113,9 +109,9 @@ class EngineConfig:
         each stage about equally many bytes.
     rank_timeout_s: seconds without an answer after which a process of the model counts as hung; must be
         longer than the longest step.
-    weights_cache: on a CPU, a folder for packed weights: the first start writes them, later starts map them
-        instead of packing again. Models of less than 64 MB are not written. False turns it off; None takes
-        paged/weights in the user's cache ($XDG_CACHE_HOME). See docs/starts.md.
+    weights_cache: on a CPU, a folder for packed weights: the first start writes them, later starts map them.
+        Models under 64 MB are not written. False turns it off; None takes paged/weights in the user's cache
+        ($XDG_CACHE_HOME). See docs/starts.md.
     verify_weights_cache: before mapping packed weights, hash the checkpoint's contents instead of trusting
         the size, inode and times of its files.
     deterministic: make results batch-invariant: a request's result is bitwise equal in any batch. Needs a CPU
@@ -125,21 +121,20 @@ class EngineConfig:
         {"model": "owner/name"}; see `SpeculativeConfig`. None guesses nothing.
     enforce_eager: neither record nor replay steps. By default, a CPU with numba records and replays small
         steps, and a GPU captures decodes as CUDA graphs.
-    cudagraph_capture_sizes: on a GPU, the numbers of requests for which decodes are captured as CUDA graphs;
-        a decode step is padded to the next of them. None takes 1, 2, 4 and the multiples of 8 up to
+    cudagraph_capture_sizes: numbers of requests for which decodes are captured as CUDA graphs on a GPU; a
+        decode step is padded to the next of them. None takes 1, 2, 4 and the multiples of 8 up to
         max_cudagraph_capture_size.
     max_cudagraph_capture_size: maximum number of requests in a CUDA graph; larger steps run without a graph.
         None takes max_num_seqs, or the largest of cudagraph_capture_sizes.
-    async_scheduling: whether the host schedules the next step while the device still computes the last one.
-        None takes True on a GPU with Triton's kernels if one process holds the model; elsewhere True is an
-        error.
+    async_scheduling: whether the host schedules the next step while the device computes. None takes True on a
+        GPU with Triton's kernels if one process holds the model; elsewhere True is an error.
     enable_lora: take requests with LoRA adapters; see docs/lora.md.
     max_loras: maximum number of adapters in a step. Memory for each is taken at the start.
     max_lora_rank: the largest rank of an adapter.
     max_cpu_loras: how many adapters stay in host memory, at least max_loras; None takes max_loras.
     lora_target_modules: the endings of the names of layers that adapters may change, such as "q_proj"; None
         takes all linear layers except experts, embedding and head.
-    seed: requests without a seed get one derived from this.
+    seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
 
     Raises ConfigError naming the value and what is allowed.
@@ -252,9 +247,7 @@ class EngineConfig:
 
     @property
     def num_seats(self) -> int:
-        """Maximum number of requests that run at once, before `max_num_seqs` None is lowered for recurrent
-        states.
-        """
+        """Maximum number of requests that run at once, unless recurrent states take too much memory."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs
 
     def _take_defaults(self) -> None:
@@ -351,9 +344,7 @@ class EngineConfig:
 
 
 def options_of(config: Any) -> dict[str, Any]:
-    """Return the options with which `EngineConfig` makes this config again. Raises ConfigError if `config` is
-    not one.
-    """
+    """Return the options that `EngineConfig` needs to make this config again. Raises ConfigError."""
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"engine_args must be EngineArgs or EngineConfig, got {shown(config)}")
     return {field.name: getattr(config, field.name) for field in fields(EngineConfig)}

@@ -44,8 +44,8 @@ class Endpoint:
     summary: what the endpoint does, for /openapi.json.
     answer: the name of the response's schema in RESPONSES; None if the response is not JSON.
     call: the class that parses the body; None if there is no body.
-    media: the content type of the answer. streamed: the content type of a streamed answer, if the answer may
-        be streamed.
+    media: the content type of the answer.
+    streamed: the content type of a streamed answer; None if it cannot be streamed.
     error: the name of the errors' schema.
     access: who may use the endpoint, see `Access`.
     is_probe: whether requests are answered even on connections beyond the limit, because monitors send them.

@@ -87,8 +87,9 @@ def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int
     cuts = _allowed_cuts(num_layers, joined)
     if num_stages > len(cuts) - 1:
         raise DivisionError(
-            f"pipeline_parallel_size {num_stages}: layers that read the K and V of others stay with them, so "
-            f"this model can be cut into at most {len(cuts) - 1} stages"
+            f"pipeline_parallel_size {num_stages}: layers that read the K and V of others stay with them, as "
+            "layers at the end without attention or state stay with the last one that has it, so this model "
+            f"can be cut into at most {len(cuts) - 1} stages"
         )
     total = [0]
     for cost in costs:
@@ -129,8 +130,12 @@ def _layer_costs(model: ModelConfig) -> list[int]:
 
 
 def _joined(model: ModelConfig) -> list[tuple[int, int]]:
-    """Return each layer that reads K and V of an earlier one, with that."""
-    return [(source, layer) for layer, source in model.kv_sources.items() if source != layer]
+    """Return pairs of layers that must be in one stage: each layer that reads K and V of an earlier one with
+    that, and the last layer with the last one that keeps K and V or a state.
+    """
+    readers = [(source, layer) for layer, source in model.kv_sources.items() if source != layer]
+    keeping = max(i for i, layer in enumerate(model.layers) if layer.keeps)
+    return [*readers, (keeping, model.num_layers - 1)]
 
 
 def _allowed_cuts(num_layers: int, joined: Iterable[tuple[int, int]]) -> list[int]:
@@ -153,7 +158,8 @@ def _given_layers(
             if source < end <= reader:
                 raise DivisionError(
                     f"pipeline_layers {[*sizes]} part layer {reader} from layer {source}, whose K and V it "
-                    f"reads; cuts are possible at {_listed(_allowed_cuts(num_layers, joined)[1:-1])}"
+                    "reads, or behind which no layer keeps any; cuts are possible at "
+                    f"{_listed(_allowed_cuts(num_layers, joined)[1:-1])}"
                 )
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 

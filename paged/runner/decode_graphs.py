@@ -1,4 +1,4 @@
-"""DecodeGraphs: CUDA graphs of decode steps, from the embedding to the drawn tokens."""
+"""DecodeGraphs: CUDA graphs of decodes and runs of drafts, from the embedding to the drawn tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..device.transfers import Download
 from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.cache.kv_cache import KVCache
 from ..model.model import Model
-from ..options.config import EngineConfig
 from ..sampling.sampler import Draw
 from ..sampling.seat_parameters import FILTERS, SeatParameters, draw
 from .batches.batches import Batches
 from .batches.seats import SeatedBatches, places_in
+from .graph_memory import RESERVE, capture_sizes, most_graph_tokens
 from .sizes import Sizes
 
 if TYPE_CHECKING:
@@ -32,49 +32,57 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
-SIZE_STEP = 8
 # How a step draws its tokens; "logits": by more than the parameters that a device keeps by seat.
 Way = Literal["greedy", "drawn", "filtered", "logits"]
 CAPTURED_AT_START: tuple[Way, ...] = ("greedy", "drawn")
-# For graphs that are captured when a step first needs them, beside the logits for what they end with.
-RESERVE = 128 * 2**20
 MOST_LATE = 64  # graphs that are captured later: the least recently used goes
 
 
 class _Key(NamedTuple):
-    """What the launches of a decode step follow from.
+    """What the launches of a step follow from.
 
+    num_tokens: as many as num_rows, or as many as rows that all have the longest run of drafts.
     is_short: whether no context is split, so that nothing is merged.
     """
 
     num_rows: int
+    num_tokens: int
     is_short: bool
     way: Way
 
 
 class DecodeGraph(NamedTuple):
-    """A captured step. Its tensors have num_rows rows and hold the results of the last replay.
+    """A captured step. Its tensors have a row for each token and hold the results of the last replay.
 
     logits: None if the graph itself draws and records the tokens.
     """
 
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor  # i64[num_rows]; those of the highest logits, if there are logits
-    highest: Tensor  # f32[num_rows], the model's highest logits
-    logits: Tensor | None  # f32[num_rows, vocab_size]
+    tokens: Tensor  # i64[num_tokens]; those of the highest logits, if there are logits
+    highest: Tensor  # f32[num_tokens], the model's highest logits
+    logits: Tensor | None  # f32[num_tokens, vocab_size]
+
+
+class Replayed(NamedTuple):
+    """What a replay has computed for the tokens of a step, until the next replay; see `DecodeGraph`."""
+
+    tokens: Tensor
+    highest: Tensor
+    logits: Tensor | None
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps that are padded to a few sizes. They read the tensors that
-    `SeatedBatches.unpack` writes.
+    """CUDA graphs of steps that sample after each of their tokens: decodes, and runs of drafts.
 
-    The engine's start captures the graphs that most steps need, the largest first. Another graph is captured
-    by the first step that needs it, as long as the memory reserved for this suffices. A step whose graph
-    cannot be captured runs without one.
+    Steps are padded to a few sizes. Graphs read what `SeatedBatches.unpack` has written.
+
+    The engine's start captures the graphs that most steps need, the largest first. Another graph, such as one
+    of runs, is captured by the first step that needs it, as long as the memory reserved for this suffices. A
+    step whose graph cannot be captured runs without one.
 
     sizes: numbers of rows, in ascending order.
     cost: the time and memory that the graphs captured at the start took.
+    logits: computes logits from final hidden states; None: the model does.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class DecodeGraphs:
         vocab_size: int,
         *,
         is_always_short: bool,
+        logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.sizes = sizes
         self.cost = Cost(0, 0.0)
@@ -94,7 +103,8 @@ class DecodeGraphs:
         self._batches = batches
         self._of_seats = of_seats
         self._device = device
-        self._logits_shape = sizes[-1], vocab_size
+        self._logits_of = logits or model.logits
+        self._logits_shape = most_graph_tokens(sizes, batches.max_run, batches.capacity), vocab_size
         self._lengths = (True,) if is_always_short else (False, True)
         self._has_said_why = False
         self.forget()
@@ -102,8 +112,8 @@ class DecodeGraphs:
     @property
     def reserve(self) -> int:
         """The bytes reserved for graphs that are captured after the start."""
-        num_rows, vocab_size = self._logits_shape
-        return RESERVE + 4 * num_rows * vocab_size
+        num_tokens, vocab_size = self._logits_shape
+        return RESERVE + 4 * num_tokens * vocab_size
 
     @property
     def num_graphs(self) -> int:
@@ -129,7 +139,8 @@ class DecodeGraphs:
         """
         self.forget()
         self._kv_cache = kv_cache
-        keys = [_Key(*key) for key in product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)]
+        kinds = product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)
+        keys = [_Key(num_rows, num_rows, is_short, way) for num_rows, is_short, way in kinds]
 
         def capture() -> None:
             for key in keys:
@@ -172,45 +183,47 @@ class DecodeGraphs:
         self.forget()
         return cost.num_bytes + self.reserve
 
-    def describe(self) -> str:
-        """Describe the number of graphs and their cost, as a part of the description of an engine."""
-        if not self.num_graphs:
-            return ""
-        size = f"{self.cost.num_bytes / 2**20:,.0f} MiB, captured in {self.cost.seconds:.1f} s"
-        return f"; {self.num_graphs} CUDA graphs in {size}"
-
     def run(self, step: Any, draw: Draw, masks: GrammarMasks | None, download: Download) -> bool:
         """Compute a step that `SeatedBatches.put` returned, if there is a graph for it.
 
         If the graph does not draw tokens itself, draw them from the graph's logits. Return False for a step
         without a graph.
         """
-        if not step.is_padded:
+        replayed = self.replay(step, draw)
+        if replayed is None:
             return False
-        graph = self.find(len(step.out.seq_lens), step.max_seq_len, way_of(draw))
-        if graph is None:
-            return False
-        batches = self._batches
-        batches.unpack(step)
-        graph.graph.replay()
-        num_rows = step.num_rows
-        best = graph.tokens[:num_rows], graph.highest[:num_rows]
-        if graph.logits is None:
+        best = replayed.tokens, replayed.highest
+        if replayed.logits is None:
             draw.take(*best, download)
             return True
-        drawn = draw.run(graph.logits[:num_rows], download, masks, best, batches.places(step))
+        batches = self._batches
+        drawn = draw.run(replayed.logits, download, masks, best, batches.places(step))
         if drawn is not None:
             batches.record(step, drawn)
         return True
 
-    def find(self, num_rows: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
+    def replay(self, step: Any, draw: Draw) -> Replayed | None:
+        """Compute a step that `SeatedBatches.put` returned; None if there is no graph for it."""
+        if not step.is_padded:
+            return None
+        out = step.out
+        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way_of(draw))
+        if graph is None:
+            return None
+        self._batches.unpack(step)
+        graph.graph.replay()
+        num_tokens = step.num_tokens
+        logits = None if graph.logits is None else graph.logits[:num_tokens]
+        return Replayed(graph.tokens[:num_tokens], graph.highest[:num_tokens], logits)
+
+    def find(self, num_rows: int, num_tokens: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
         """Return the graph for a padded step; None if the step must run without one.
 
         The graph may be captured by this call. Call this before the step is unpacked.
 
-        num_rows: the rows of the padded step. max_seq_len: None if attention may split a context.
+        num_rows, num_tokens: of the padded step. max_seq_len: None if attention may split a context.
         """
-        key = _Key(num_rows, max_seq_len is not None, way)
+        key = _Key(num_rows, num_tokens, max_seq_len is not None, way)
         if key in self._graphs:
             return self._graphs[key]
         graph = self._late.pop(key) if key in self._late else self._capture_late(key)
@@ -229,7 +242,7 @@ class DecodeGraphs:
 
     def _captured(self, key: _Key, *, is_late: bool) -> DecodeGraph | None:
         """Capture a step without a row, padded to all of them; None, and say so once, if that fails."""
-        self._batches.clear(key.num_rows)
+        self._batches.clear(key.num_rows, key.num_tokens)
         try:
             if key.way == "logits" and self._logits is None:
                 self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
@@ -239,7 +252,7 @@ class DecodeGraphs:
                 raise
             self._explain(key, error)
             return None
-        logits = self._logits[: key.num_rows] if key.way == "logits" and self._logits is not None else None
+        logits = self._logits[: key.num_tokens] if key.way == "logits" and self._logits is not None else None
         return DecodeGraph(graph, tokens, highest, logits)
 
     def _compute(self, key: _Key) -> tuple[Tensor, Tensor]:
@@ -248,18 +261,19 @@ class DecodeGraphs:
         model = self._model
         kernels = model.kernels
         batches = self._batches
-        batch = batches.padded_batch(key.num_rows, is_short=key.is_short)
-        logits = model.logits(model.forward(batch, self._kv_cache))
+        num_tokens = key.num_tokens
+        batch = batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
+        logits = self._logits_of(model.forward(batch, self._kv_cache))
         if key.way == "logits":
             assert self._logits is not None, "there is memory for logits"
-            self._logits[: key.num_rows].copy_(logits)
+            self._logits[:num_tokens].copy_(logits)
             return kernels.greedy(logits)
-        places = places_in(batches.static(key.num_rows, key.num_rows), key.num_rows)
+        places = places_in(batches.static(key.num_rows, num_tokens), num_tokens)
         if key.way == "greedy":
             tokens, highest = kernels.greedy(logits)
         else:
             taken = self._of_seats.take(places.seats)
-            highest = torch.empty(key.num_rows, dtype=torch.float32, device=self._device)
+            highest = torch.empty(num_tokens, dtype=torch.float32, device=self._device)
             filters = FILTERS if key.way == "filtered" else ()
             tokens = draw(kernels, logits, taken, filters, places, highest)
         batches.last_tokens.index_copy_(0, places.seats, tokens)
@@ -271,9 +285,11 @@ class DecodeGraphs:
             return
         self._has_said_why = True
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        drafts = "" if key.num_tokens == key.num_rows else f" with drafts, {key.num_tokens} tokens,"
         logger.warning(
-            "decodes of %d rows (%s) run without a CUDA graph, because %s could not be captured: %s",
+            "decodes of %d rows%s (%s) run without a CUDA graph, because %s could not be captured: %s",
             key.num_rows,
+            drafts,
             key.way,
             _place_of(error.__traceback__),
             reason,
@@ -303,23 +319,19 @@ def _place_of(traceback: TracebackType | None) -> str:
     return found
 
 
-def capture_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of rows to capture, in ascending order: requested sizes that a step can have."""
-    most = config.num_seats
-    if config.cudagraph_capture_sizes is not None:
-        return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
-    most = min(most, config.max_cudagraph_capture_size or most)
-    return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP), most) if size <= most})
-
-
 def new_decode_graphs(
     sizes: Sizes,
     model: Model,
     batches: Batches[Any],
     of_seats: SeatParameters | None,
     device: torch.device,
+    vocab_size: int,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> DecodeGraphs | None:
-    """Return the decode graphs of a GPU; None if there are none. Log why, if graphs were to be expected."""
+    """Return the decode graphs of a GPU; None if there are none. Log why, if graphs were to be expected.
+
+    vocab_size: of the logits. logits: see `DecodeGraphs`.
+    """
     config = sizes.config
     # Debug mode reads what tensors hold.
     if config.enforce_eager or in_debug_mode():
@@ -337,5 +349,12 @@ def new_decode_graphs(
         return None
     is_always_short = sizes.max_model_len <= model.kernels.split_keys
     return DecodeGraphs(
-        model, batches, of_seats, device, captured, sizes.model.vocab_size, is_always_short=is_always_short
+        model,
+        batches,
+        of_seats,
+        device,
+        captured,
+        vocab_size,
+        is_always_short=is_always_short,
+        logits=logits,
     )

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from torch.nn.functional import pad
 from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError, UsageError
 from ..blocks.manager import BlockManager
-from ..device.transfers import Transfers
+from ..device.transfers import Sent, Transfers, Upload
 from ..drafting.drafter import Draft
 from ..kernels.checks import TrustedContents
 from ..model.cache.kv_cache import KVCache
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs, SamplingState
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Draw, Sampler
 from ..scheduler.schedule import Schedule
 from .load import check_kernels, load_model, new_kernels, open_model
 from .passes import compute, new_batches, new_graphs
@@ -31,6 +31,8 @@ from .plan import IN_SEAT, ComputedPart, SeatChange
 from .sizes import Sizes, draft_sizes
 
 if TYPE_CHECKING:
+    from ..sampling.seat_parameters import SeatParameters
+    from .decode_graphs import DecodeGraphs
     from .step_graphs import StepGraphs
 
 MOST_ROWS = 64  # of logits in a pass that computes several tokens of a request
@@ -104,6 +106,18 @@ class _Row:
     num: int
 
 
+class _Pass(NamedTuple):
+    """A run of the model: what is sent for it, and the rows whose next guess it draws.
+
+    last: the last token of each row, where the pass computes others as well; None: all tokens are.
+    """
+
+    step: Any  # of the batches
+    drawing: list[_Row]
+    draw: Draw
+    last: Sent | None
+
+
 class DraftModel:
     """A `Drafter` that runs a smaller model with the same vocabulary on the requests' tokens.
 
@@ -113,15 +127,15 @@ class DraftModel:
     The draft model's K and V of a token are computed when they are first needed, in chunks of at most a
     step's token budget. Until all are computed, the request gets no guesses. They lie in the blocks of the
     request, so that copies, swaps and cached prefixes include them; `SequenceBlocks.num_drafted` counts the
-    tokens that have them. The passes run back to back, without waiting.
+    tokens that have them. The passes run back to back, without waiting. Where the device makes the batches,
+    all passes share one upload, and passes over few tokens are CUDA graphs.
 
     kv_cache: the draft model's planes of the engine's cache. manager: the block manager. Set both before use.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, *, most: int, vocab_size: int, group: int) -> None:
+    def __init__(self, sizes: Sizes, device: torch.device, *, vocab_size: int, group: int) -> None:
         """Load the model.
 
-        most: guesses for a request.
         vocab_size: the size of the vocabulary of the engine's model. That of the draft model may be padded to
             another size.
         group: the layer group of the engine's model whose block tables it takes.
@@ -136,10 +150,28 @@ class DraftModel:
         self.graphs: StepGraphs | None = None
         self._vocab_size = vocab_size
         self._group = group
-        self._transfers = Transfers(device, num_buffers=most + 1)
+        self._transfers = Transfers(device)
         self._batches = new_batches(sizes, self.config, self.model, device)
-        self._sampler = Sampler(self.model.kernels, vocab_size, device)
+        self._of_seats = self._new_seat_parameters(device)
+        self._sampler = Sampler(self.model.kernels, vocab_size, device, of_seats=self._of_seats)
+        self.decode_graphs = self._new_decode_graphs(device)
         self._known: dict[Request, _Known] = {}
+
+    def _new_seat_parameters(self, device: torch.device) -> SeatParameters | None:
+        take = self.model.kernels.take_parameters
+        if take is None:
+            return None
+        from ..sampling.seat_parameters import SeatParameters
+
+        return SeatParameters(take, self.sizes.config.num_seats, device)
+
+    def _new_decode_graphs(self, device: torch.device) -> DecodeGraphs | None:
+        if device.type != "cuda":
+            return None
+        from .decode_graphs import new_decode_graphs
+
+        sizes = self.sizes, self.model, self._batches, self._of_seats, device, self._vocab_size
+        return new_decode_graphs(*sizes, logits=self._logits)
 
     def prepare(self, num_blocks: int) -> None:
         """Prepare for requests that fit in this many blocks."""
@@ -147,7 +179,7 @@ class DraftModel:
         self.graphs = new_graphs(self.sizes, self.model)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request. It is empty if the request is too long, or its KV is incomplete."""
+        """Return a guess for each request. It is empty if the request is too long or its KV is incomplete."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
         if len(self._known) > len(requests):
@@ -218,14 +250,7 @@ class DraftModel:
 
     def _run(self, rows: list[_Row]) -> dict[int, list[int]]:
         """Compute the rows, and draw guesses one after the other. Return them by place."""
-        drawn = list[Tensor]()
-        drawing = rows
-        for number in range(max(1, rows[0].num)):
-            drawing = [row for row in drawing if row.num > number]
-            part = self._first_part(rows, drawing) if number == 0 else self._next_part(drawing, number)
-            tokens = self._pass(part, drawing, number)
-            if tokens is not None:
-                drawn.append(tokens)
+        drawn = [tokens for each in self._passes(rows) if (tokens := self._compute(each)) is not None]
         guesses: dict[int, list[int]] = {row.place: [] for row in rows}
         if drawn:
             download = self._transfers.new_download()
@@ -239,34 +264,83 @@ class DraftModel:
                         guesses[row.place].append(next(numbers))
         return guesses
 
-    def _pass(self, part: ComputedPart, drawing: list[_Row], number: int) -> Tensor | None:
-        """Run the model once. Return guess `number` of each row, on the device."""
-        assert self.kv_cache is not None, "the draft model has no cache yet"
+    def _passes(self, rows: list[_Row]) -> Iterator[_Pass]:
+        """Yield the passes, each of which is to be computed before the next one is asked for.
+
+        Where the device makes the batches all are sent at once. The host makes each batch with the tokens of
+        the one before.
+        """
+        if self._of_seats is None:
+            for number in range(max(1, rows[0].num)):
+                upload = self._transfers.new_upload()
+                made = self._put(rows, number, upload)
+                upload.send()
+                yield made
+            return
         upload = self._transfers.new_upload()
+        passes = [self._put(rows, number, upload) for number in range(max(1, rows[0].num))]
+        upload.send()
+        self._of_seats.write()
+        yield from passes
+
+    def _put(self, rows: list[_Row], number: int, upload: Upload) -> _Pass:
+        """Add pass `number` to an upload. It draws guess `number` of each row that gets so many."""
+        drawing = [row for row in rows if row.num > number]
+        part = self._first_part(rows, drawing) if number == 0 else self._next_part(drawing, number)
         step = self._batches.put(part, upload)
         last = None
-        if len(part.sampled) > len(drawing):  # each row's last token
+        if len(part.sampled) > len(drawing):
             last = upload.put([end - 1 for end in accumulate(part.counts)], torch.int64)
 
         def positions() -> list[int]:
             return [row.start + row.count + number for row in drawing]
 
-        draw = self._sampler.prepare([row.drawing for row in drawing], positions, upload)
-        upload.send()
-        logits, best, _ = compute(self.model, self.graphs, self._batches.batch(step), self.kv_cache)
+        seats = [row.request.seat for row in drawing]
+        draw = self._sampler.prepare([row.drawing for row in drawing], positions, upload, seats)
+        return _Pass(step, drawing, draw, last)
+
+    def _compute(self, each: _Pass) -> Tensor | None:
+        """Run the model once. Return the next guess of each row, on the device; None if there are no rows."""
+        replayed = None if self.decode_graphs is None else self.decode_graphs.replay(each.step, each.draw)
+        if replayed is None:
+            tokens = self._drawn(each, *self._computed(each))
+        elif replayed.logits is not None:
+            tokens = self._drawn(each, replayed.logits, (replayed.tokens, replayed.highest))
+        elif each.last is None:
+            tokens = replayed.tokens
+        else:
+            tokens = replayed.tokens.index_select(0, each.last.tensor)
+            self._batches.record(each.step, tokens)
+        # The next pass may write its tokens where this one has.
+        is_kept = replayed is None and self.graphs is None
+        return tokens if tokens is None or is_kept else tokens.clone()
+
+    def _computed(self, each: _Pass) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Run the model without a CUDA graph. Return logits, and their greedy tokens if they are known."""
+        assert self.kv_cache is not None, "the draft model has no cache yet"
+        batch = self._batches.batch(each.step)
+        logits, best, _ = compute(self.model, self.graphs, batch, self.kv_cache)
+        if each.drawing and logits.shape[1] != self._vocab_size:
+            return self._fitted(logits), None
+        return logits, best
+
+    def _drawn(self, each: _Pass, logits: Tensor, best: tuple[Tensor, Tensor] | None) -> Tensor | None:
+        """Draw a guess from the last logits of each row."""
+        last = each.last
         if last is not None:
             logits = self.model.kernels.take_rows(logits, last.tensor)
             best = best and (best[0][last.tensor], best[1][last.tensor])
-        if drawing and logits.shape[1] != self._vocab_size:
-            logits = self._fitted(logits)
-            best = None
         # Its results are not looked at, so that nothing is downloaded before the last pass.
-        tokens = draw.run(logits, self._transfers.new_download(), None, best)
-        if tokens is None:
-            return None
-        self._batches.record(step, tokens)
-        # A recorded step writes them where the last one did.
-        return tokens if self.graphs is None else tokens.clone()
+        download = self._transfers.new_download()
+        tokens = each.draw.run(logits, download, None, best, self._batches.places(each.step))
+        if tokens is not None:
+            self._batches.record(each.step, tokens)
+        return tokens
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of the tokens of the engine's model."""
+        logits = self.model.logits(hidden)
+        return logits if logits.shape[1] == self._vocab_size else self._fitted(logits)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """Cut off the logits of tokens that the engine's model lacks, or add those of which it has more."""

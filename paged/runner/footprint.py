@@ -163,6 +163,22 @@ class Footprint:
         draft = self.sizes.draft
         return own if draft is None else max(own, _activation_bytes(draft, self.kernels))
 
+    @cached_property
+    def graph_bytes(self) -> int:
+        """The bytes of CUDA graphs, with what is kept for those that steps capture later."""
+        if not self.on_gpu:
+            return 0
+        from .graph_memory import planned_bytes, planned_sizes
+
+        total = 0
+        for sizes in (self.sizes, self.sizes.draft):
+            captured = [] if sizes is None else planned_sizes(sizes, self.kernels)
+            if sizes is not None and captured:
+                most = captured[-1]
+                own = _bytes_of_step(sizes, most, most) + max_partial_bytes(sizes, self.kernels, most)
+                total += planned_bytes(sizes, captured, own)
+        return total
+
     @property
     def weight_bytes(self) -> int:
         """The bytes of all weights in memory."""
@@ -196,7 +212,7 @@ class Footprint:
         if not self.on_gpu:
             return int(left * config.cpu_memory_utilization)
         kept = self.memory.total - int(self.memory.total * config.gpu_memory_utilization)
-        return left - kept - self.activation_bytes - self._request_bytes
+        return left - kept - self.activation_bytes - self.graph_bytes - self._request_bytes
 
     @property
     def rope_bytes(self) -> int:
@@ -216,7 +232,7 @@ class Footprint:
     @property
     def num_bytes(self) -> int:
         """The bytes of everything together."""
-        own = self.weight_bytes + self.activation_bytes + self.state_bytes
+        own = self.weight_bytes + self.activation_bytes + self.graph_bytes + self.state_bytes
         return own + self.rope_bytes + self.kv_bytes
 
     @property
@@ -243,6 +259,7 @@ class Footprint:
             "weights": self.model.num_bytes,
             "draft model": 0 if self.draft is None else self.draft.num_bytes,
             "activations": self.activation_bytes,
+            "CUDA graphs": self.graph_bytes,
             "states of requests": self.state_bytes,
             "KV cache": self.kv_bytes,
         }
@@ -255,8 +272,13 @@ class Footprint:
 
 def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
     """Return the bytes of activations of a model's largest step, as of `Footprint.activation_bytes`."""
-    model = sizes.model
     lengths = largest_step(sizes)
+    return _bytes_of_step(sizes, sum(lengths), len(lengths)) + max_partial_bytes(sizes, kernels)
+
+
+def _bytes_of_step(sizes: Sizes, num_tokens: int, num_logits: int) -> int:
+    """Return the bytes of activations of a step that computes so many tokens and rows of logits."""
+    model = sizes.model
     element = ELEMENT_BYTES[sizes.dtype]
     widest = 0
     for layer in model.layers:
@@ -265,12 +287,15 @@ def _activation_bytes(sizes: Sizes, kernels: Kernels) -> int:
         own = 4 * model.hidden_size + (mixed + inner) // sizes.shard.count
         gathered = 0
         if not sizes.shard.is_whole:  # a model without experts
-            gathered = attended + layer.feed_forward.size
+            gathered = (
+                2 * attended if layer.state is not None else attended
+            )  # norms of it take its gate along
+            gathered += sum(part.size for part in layer.feed_forwards)
         widest = max(widest, own + gathered)
     angles = 4 * sum(head_dim for _, head_dim in model.ropes)
-    layers = sum(lengths) * (widest * element + angles)
-    logits = len(lengths) * model.vocab_size * 4 * 2
-    return max(layers, logits) + max_partial_bytes(sizes, kernels)
+    layers = num_tokens * (widest * element + angles)
+    logits = num_logits * model.vocab_size * 4 * 2
+    return max(layers, logits)
 
 
 def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int:
@@ -279,7 +304,9 @@ def _inner_numbers(spec: FeedForwardSpec | ExpertsSpec, hidden_size: int) -> int
         return spec.size * (3 if spec.gated else 1)
     shared = 0 if spec.shared is None else _inner_numbers(spec.shared, hidden_size)
     # Each expert has a copy of its input and its output; logits are float32.
-    return max(shared, spec.num_chosen * (2 * hidden_size + 3 * spec.size)) + 2 * spec.num_experts
+    outer = spec.latent_size or hidden_size
+    inner = spec.num_chosen * (2 * outer + (3 if spec.gated else 1) * spec.size)
+    return max(shared, inner) + 2 * (spec.latent_size or 0) + 2 * spec.num_experts
 
 
 def ways_to_fit(footprint: Footprint) -> list[str]:
@@ -296,6 +323,11 @@ def ways_to_fit(footprint: Footprint) -> list[str]:
         if longest > footprint.longest:
             shorter = f" with max_model_len={longest}" if longest < footprint.sizes.max_model_len else ""
             found.append(f"{name}={value!r}{shorter}")
+    if footprint.graph_bytes:
+        eager = footprint.with_options(enforce_eager=True)
+        if eager.longest > footprint.longest:
+            shorter = f" with max_model_len={eager.longest}" if not eager.fits else ""
+            found.append(f"enforce_eager=True{shorter}")
     counts = {}
     if footprint.on_gpu or footprint.sizes.state_bytes:
         counts["max_num_seqs"] = config.num_seats

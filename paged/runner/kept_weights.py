@@ -44,8 +44,8 @@ _NO_CONTENT = ("_name_or_path", "transformers_version")
 class KeptWeights(KeepsWeights):
     """The packed weights of one model, or of a part of it, in a cache on disk.
 
-    facts: everything besides the checkpoint's content that determines the packed bytes. files: the files of
-        the checkpoint.
+    facts: everything besides the checkpoint's content that determines the packed bytes.
+    files: the files of the checkpoint.
     """
 
     def __init__(

@@ -131,16 +131,16 @@ def operations_of(config: ModelConfig) -> Iterator[str]:
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:
-    if layer.parallel:
+    if layer.parallel or (layer.state is not None and layer.attention is not None):
         yield "add"
     if layer.scaled:
         yield "scale_and_cap"
     if layer.norms.after_attention:
         yield "rms_norm"
     if layer.state is not None:
-        yield from (
-            ("short_conv", "gated_delta", "gated_norm") if layer.state.kind == "delta" else ("short_conv",)
-        )
+        yield "short_conv"
+        if layer.state.kind != "conv":
+            yield from ("gated_delta" if layer.state.kind == "delta" else "mamba2_scan", "gated_norm")
     if layer.attention is not None:
         yield from _of_attention(layer.attention)
     for part in layer.feed_forwards:
@@ -158,7 +158,7 @@ def _of_attention(spec: AttentionSpec) -> Iterator[str]:
 
 def _of_mlp(spec: FeedForwardSpec) -> Iterator[str]:
     if not spec.gated:
-        yield "gelu"
+        yield spec.activation if spec.activation == "relu_squared" else "gelu"
     else:
         yield "silu_and_mul" if spec.activation == "silu" else "gelu_and_mul"
 
@@ -169,6 +169,8 @@ def _of_experts(spec: ExpertsSpec) -> Iterator[str]:
         yield from ("rms_norm", "scale_and_cap")
     activations = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
     yield activations.get(spec.activation, spec.activation)
+    if spec.latent_size is not None:
+        yield "add"
     if spec.shared is not None:
         yield from _of_mlp(spec.shared)
 

@@ -166,8 +166,12 @@ def largest_step(sizes: Sizes) -> list[int]:
     return [share + (i < rest) for i in range(num_seqs)]
 
 
-def max_partial_bytes(sizes: Sizes, kernels: Kernels) -> int:
-    """Return the maximum size in bytes of partial results of split decodes; the measured step has few."""
-    max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
+def max_partial_bytes(sizes: Sizes, kernels: Kernels, max_rows: int | None = None) -> int:
+    """Return the most bytes that partial results of split decodes take; the measured step has few.
+
+    max_rows: the most sequences; None: as many as may run.
+    """
+    if max_rows is None:
+        max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
     widest = max(shape.value_dim for shape in sizes.model.kv_shapes.values())
     return kernels.partial_bytes(max_rows, sizes.max_model_len, sizes.num_heads, widest)

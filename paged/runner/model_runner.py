@@ -98,7 +98,12 @@ class ModelRunner(PartRunner):
         if self.kv_dtype != self.dtype:
             parts.append(f"KV in {self.config.kv_cache_dtype}")
         narrower = f" with {' and '.join(parts)}" if parts else ""
-        graphs = "" if self.decode_graphs is None else self.decode_graphs.describe()
+        graphs = ""
+        num_graphs, num_bytes, seconds = self.graph_costs
+        if num_graphs:
+            graphs = (
+                f"; {num_graphs} CUDA graphs in {num_bytes / 2**20:,.0f} MiB, captured in {seconds:.1f} s"
+            )
         return f"{dtype}{narrower} on {self.device}{threads}; attention by {self.model.kernels.name}{graphs}"
 
     def _kept_weights(self) -> list[KeepsWeights]:
@@ -118,9 +123,16 @@ class ModelRunner(PartRunner):
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
-        """The number of CUDA graphs, and the bytes and seconds that capturing at the start took."""
-        graphs = self.decode_graphs
-        return (0, 0, 0.0) if graphs is None else (graphs.num_graphs, *graphs.cost)
+        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        of_draft = None if self.draft_model is None else self.draft_model.decode_graphs
+        num_graphs = num_bytes = 0
+        seconds = 0.0
+        for graphs in (self.decode_graphs, of_draft):
+            if graphs is not None:
+                num_graphs += graphs.num_graphs
+                num_bytes += graphs.cost.num_bytes
+                seconds += graphs.cost.seconds
+        return num_graphs, num_bytes, seconds
 
     def execute(self, schedule: Schedule) -> StepOutput:
         """Run one step. Return a token for each of schedule.sampled_requests."""
@@ -239,12 +251,22 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        # Rows that pad a step have no state and no adapter.
-        if self.device.type != "cuda" or self.model_config.states or self.lora is not None:
+        # Rows that pad a step have no adapter.
+        if self.device.type != "cuda" or self.lora is not None:
             return None
         from .decode_graphs import new_decode_graphs
 
-        return new_decode_graphs(self.sizes, self.model, self.batches, self.sampler.of_seats, self.device)
+        of_seats = self.sampler.of_seats
+        vocab_size = self.model_config.vocab_size
+        return new_decode_graphs(self.sizes, self.model, self.batches, of_seats, self.device, vocab_size)
+
+    def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
+        """Return the graphs of the model and of the draft model, each with what it reads of a cache."""
+        found = [] if self.decode_graphs is None else [(self.decode_graphs, kv_cache)]
+        draft = self.draft_model
+        if draft is not None and draft.decode_graphs is not None and kv_cache.draft is not None:
+            found.append((draft.decode_graphs, kv_cache.draft))
+        return found
 
     def run_in_other_cache(self, schedule: Schedule, kv_cache: KVCache) -> int:
         """Run one step of the model and of its draft model in a temporary KV cache, and capture CUDA graphs.
@@ -256,23 +278,19 @@ class ModelRunner(PartRunner):
         if self.draft_model is not None:
             self.draft_model.rehearse(schedule, kv_cache.draft)
             self.draft_model.kv_cache = None
-        num_bytes = 0
-        if self.decode_graphs is not None:
-            num_bytes = self.decode_graphs.profile(kv_cache)
+        num_bytes = sum(graphs.profile(cache) for graphs, cache in self.graphs_over(kv_cache))
         del self.kv_cache
         self.sampler.forget()
         return num_bytes
 
     def _new_draft_model(self) -> DraftModel | None:
-        speculation = self.config.speculation
-        if self.sizes.draft is None or speculation is None:
+        if self.sizes.draft is None:
             return None
         from .draft_model import DraftModel
 
         return DraftModel(
             self.sizes.draft,
             self.device,
-            most=speculation.num_speculative_tokens,
             vocab_size=self.model_config.vocab_size,
             group=widest_of([group.window for group in self.sizes.layout.groups]),
         )

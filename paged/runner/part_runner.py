@@ -46,7 +46,7 @@ class Peers(Protocol):
         """
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Tell the others how many blocks, on device and host, this process has. Return the smallest numbers."""
+        """Tell the others how many blocks this process has. Return the smallest numbers of all processes."""
 
     def least_seats(self, num_seats: int) -> int:
         """Tell the others for how many sequences this process has room. Return the smallest number."""

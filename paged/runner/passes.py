@@ -45,8 +45,7 @@ def new_batches(
     from .batches.seats import SeatedBatches
 
     options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
-    if sizes.config.speculation is not None:
-        options["max_run"] = 1 + sizes.config.speculation.num_speculative_tokens
+    options["max_run"] = sizes.max_run
     return SeatedBatches(unpack_step, sizes.block_size, device, **options)
 
 

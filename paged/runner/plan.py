@@ -87,9 +87,7 @@ class ComputedPart:
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether this is another decode of exactly these seats, with no changes but grown block
-        tables.
-        """
+        """Return whether this is another decode of exactly these seats. Only block tables may have grown."""
         if not self.is_decode or self.seats != seats:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)

@@ -145,6 +145,18 @@ class Sizes:
         return min(self.config.long_prefill_token_threshold or budget, budget)
 
     @property
+    def max_run(self) -> int:
+        """The most tokens of a request in a step of decodes: more than one with drafts.
+
+        A draft model computes two once the prompt is known: the last guess, if all guesses were right, and
+        the token behind it.
+        """
+        speculation = self.config.speculation
+        if speculation is None:
+            return 1 + self.is_draft
+        return 1 + speculation.num_speculative_tokens
+
+    @property
     def max_sampled_rows(self) -> int:
         """Maximum number of rows that a step with drafts samples. On a GPU, memory is measured for them."""
         return self.config.num_seats if self.device == "cuda" else self.max_num_batched_tokens

@@ -32,8 +32,8 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
 def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> Sizes:
     """Return sizes with as many seats as there is room for their states.
 
-    room: the bytes for states and KV together. least: returns the smallest such number among all processes of
-        the model; None if there is one process.
+    room: the bytes for states and KV together.
+    least: returns the smallest such number among all processes of the model; None if there is one process.
     """
     found = seats_in(sizes, room)
     if least is not None and sizes.config.max_num_seqs is None:

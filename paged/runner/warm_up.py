@@ -79,7 +79,7 @@ def _run_steps(runner: ModelRunner) -> int:
         for params in EVERY_WAY_TO_SAMPLE:
             _run(runner, _end_of_a_prompt(runner, long, 1, params))
         if runner.config.speculation is not None:
-            runner.execute(_with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
+            _run(runner, _with_a_draft(_end_of_a_prompt(runner, long, 2, EVERY_WAY_TO_SAMPLE[0])))
         if num_blocks > 1:
             runner.execute(Schedule(copies=[(0, num_blocks - 1)]))
         _capture_graphs(runner)
@@ -87,8 +87,8 @@ def _run_steps(runner: ModelRunner) -> int:
 
 
 def _capture_graphs(runner: ModelRunner) -> None:
-    if runner.decode_graphs is not None:
-        runner.decode_graphs.capture_for_good(runner.kv_cache)
+    for graphs, kv_cache in runner.graphs_over(runner.kv_cache):
+        graphs.capture_for_good(kv_cache)
 
 
 def _run(runner: ModelRunner, schedule: Schedule) -> None:

@@ -112,8 +112,9 @@ class StepsAhead:
         self._newest = schedule
 
     def end_step(self, schedule: Schedule, now: float) -> None:
-        """Subtract the tokens that the oldest step drew from its requests' pending tokens.  The step's
-        scheduled_time becomes at least the time at which the step before it ended.
+        """Subtract the tokens that the oldest step drew from its requests' pending tokens.
+
+        The step's scheduled_time becomes at least the time at which the step before it ended.
         """
         self._has_waiting.popleft()
         for request in schedule.sampled_requests:

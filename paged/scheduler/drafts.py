@@ -121,7 +121,7 @@ class Drafts:
 
     @property
     def seconds_won(self) -> float:
-        """The seconds that drafts have saved so far; 0 if their number is fixed, as none is estimated then."""
+        """The seconds that drafts have saved so far; 0 if their number is fixed, and nothing is measured."""
         return 0.0 if self.lengths is None else self.lengths.ledger.won
 
     def record(self, num_accepted: int) -> None:

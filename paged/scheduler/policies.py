@@ -206,7 +206,7 @@ class Fair(Policy):
         return self._weights.get(tenant, 1.0)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Charge tenants by these weights from now on, and others by 1. Requests may wait or run meanwhile."""
+        """Charge tenants by these weights from now on, and others by 1. Requests may wait or run now."""
         self._weights = dict(weights)
         self._weight_of_waiting = None
 

@@ -52,12 +52,9 @@ class Scheduler:
     policy: the order of waiting requests and the ranks of running ones; see `policies`.
     max_num_seqs: maximum number of requests that run at once.
     max_num_batched_tokens: maximum number of tokens in a step.
-    long_prefill_token_threshold: maximum number of prompt tokens of one request in a step; None sets no
-        limit.
-    max_num_partial_prefills: maximum number of running requests with an incomplete prompt; None sets no
-        limit.
-    watermark: the share of blocks that stay free when a request is admitted, so that running requests can
-        grow.
+    long_prefill_token_threshold: maximum number of prompt tokens of a request in a step; None sets no limit.
+    max_num_partial_prefills: maximum number of running requests with incomplete prompts; None sets no limit.
+    watermark: the share of blocks left free when a request is admitted, so that running requests can grow.
     max_waiting: maximum number of waiting requests; None sets no limit.
     swap_pays: returns whether swapping a number of tokens takes less time than recomputing them; None never
         swaps.
@@ -677,11 +674,11 @@ class Scheduler:
         return expired
 
     def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:
-        """Pin the cached blocks of a prefix, if every live request still fits in the other blocks.  Return
-        how many tokens the pinned blocks hold. Return 0 and pin nothing if no block is cached, or if a
-        request would not fit.
+        """Pin a prefix's cached blocks. Return how many tokens they hold; 0 if nothing was pinned.
 
-        longest: the maximum number of tokens of a request that was made but not added yet.
+        Nothing is pinned if no block is cached, or if a live request would not fit in the other blocks.
+
+        longest: maximum tokens of a request that was made but not added yet.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace)

@@ -48,7 +48,7 @@ EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
 def new_app(front: FrontEnd) -> ASGIApp:
-    """Return the application that serves an engine."""
+    """Return the ASGI application that serves an engine."""
     app = App(front)
     origins = front.options.allowed_origins
     if not origins:
@@ -63,14 +63,14 @@ def new_app(front: FrontEnd) -> ASGIApp:
 
 
 def new_metrics_app(front: FrontEnd) -> ASGIApp:
-    """Return the application of --metrics-port, which needs no key."""
+    """Return the ASGI application for --metrics-port, which needs no key."""
     return App(front, MONITORED, is_open=True)
 
 
 class App:
     """Routes requests to their handlers. Any error that a handler raises becomes a response.
 
-    is_open: whether no route needs a key.
+    is_open: whether all routes can be used without a key.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class App:
 
 
 def routes_near(path: str, paths: Sequence[str]) -> str:
-    """Return the part of a message about an unknown path that names similar ones."""
+    """Return the part of an error message that lists paths similar to an unknown one."""
     if len(paths) <= MOST_NAMED:
         return f"but {', '.join(paths)}"
     wanted = path[:MOST_COMPARED].rstrip("/").lower()

@@ -30,35 +30,35 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessEndError(ChildProcessError):
-    """The reason why an engine process ended; it is logged at that time."""
+    """The reason why an engine process ended. It is logged when the process ends."""
 
 
 class Owner(Protocol):
-    """The object that starts processes and sends them requests. Its methods are called in the event loop."""
+    """The object that starts processes and sends requests to them. Its methods run in the event loop."""
 
     def on_death(self, connection: EngineConnection) -> None:
-        """Take the requests of a process that has ended, or was shut down; see `EngineConnection.dead`."""
+        """Take over the requests of a process that ended or was shut down; see `EngineConnection.dead`."""
 
     def on_end(self, request: SentRequest) -> None:
         """Forget a request that has ended."""
 
     def on_progress_alone(self, connection: EngineConnection) -> None:
-        """Note a step of a process that computes a single request, on suspicion."""
+        """Record a step of a process that computes only one request, a suspect."""
 
     def on_pause_alone(self, connection: EngineConnection) -> None:
-        """Note that the only request of a process is paused because its reader is slow."""
+        """Record that the only request of a process is paused because its reader is slow."""
 
 
 class EngineConnection(asyncio.Protocol):
-    """A process that runs an engine. It ends when this object's process does.
+    """The connection to an engine process. The process ends when this one does.
 
-    load: the sum of `load_of` over its unfinished requests, for routers.
+    load: the sum of `load_of` over unfinished requests, for routers.
     loop: the event loop that reads and writes; None before `attach`.
-    heard_at: when it last sent something, by time.monotonic. Heartbeats come every second.
-    moved_at: when it was last idle or ended a step.
+    heard_at: when the process last sent something, by time.monotonic. It sends a heartbeat every second.
+    moved_at: when the process was last idle or ended a step.
     step: the number of steps as of the last heartbeat. num_steps: the latest known number of steps.
-    requests: the unfinished requests by their key.
-    is_watched: whether it computes a single request on suspicion, so that each step is reported to its owner.
+    requests: the unfinished requests by key.
+    is_watched: whether the process computes only a suspect; its steps are then reported to the owner.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -84,7 +84,7 @@ class EngineConnection(asyncio.Protocol):
             self._socket.sendall(frames.encode(start))
 
     def wait_ready(self) -> frames.Ready:
-        """Wait until the engine is made. Raises the error of `LLMEngine`, and EngineDeadError."""
+        """Wait until the engine is made. Raises the errors of `LLMEngine`, and EngineDeadError."""
         with suppress(ConnectionResetError):  # it has not read all that was sent
             while data := self._socket.recv(2**16):
                 for report in self._reader.feed(data):
@@ -106,7 +106,7 @@ class EngineConnection(asyncio.Protocol):
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     async def ready(self) -> frames.Ready:
-        """Wait until the engine is made, in the event loop of `attach`. Raises the error of `LLMEngine`."""
+        """Wait until the engine is made, in the event loop of `attach`. Raises the errors of `LLMEngine`."""
         assert self._ready is not None
         return await self._ready
 
@@ -138,16 +138,16 @@ class EngineConnection(asyncio.Protocol):
         self._unsent.clear()
 
     def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
-        """Send an order that belongs to no request. Raises EngineDeadError."""
+        """Send an order that concerns no single request. Raises EngineDeadError."""
         self._send(order)
 
     async def ask(self) -> EngineStats:
-        """Return the current stats. Raises EngineDeadError."""
+        """Return the engine's current stats. Raises EngineDeadError."""
         stats: EngineStats = await self._asked(frames.Ask(next(self._asks)))
         return stats
 
     async def look(self) -> EnginePicture:
-        """Return a picture of the next step, or of an idle engine. Raises EngineDeadError."""
+        """Return a picture of the engine's next step, or of an idle engine. Raises EngineDeadError."""
         picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
         return picture
 
@@ -161,16 +161,16 @@ class EngineConnection(asyncio.Protocol):
             del self._answers[question.key]
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone, or that moves to another process."""
+        """Abort a request that has lost its reader, or that moves to another process."""
         if self._forget(request.key) is not None and self.dead is None:
             self._send(frames.Abort(request.key))
 
     def end(self, request: SentRequest) -> None:
-        """Abort an unfinished request whose reader waits for its last output."""
+        """Abort an unfinished request. Its reader still gets a last output."""
         self._send(frames.Abort(request.key))
 
     def take_requests(self) -> list[SentRequest]:
-        """Return the unfinished requests of a process that has ended, and forget them."""
+        """Return and forget the unfinished requests of a process that has ended."""
         return [request for key in sorted(self.requests) if (request := self._forget(key)) is not None]
 
     @property
@@ -185,19 +185,18 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def hangs(self) -> bool:
-        """Whether no heartbeat has come for SILENT_S."""
+        """Whether the process has sent no heartbeat for SILENT_S."""
         return self.silent_s > SILENT_S
 
     def kill(self, why: str) -> None:
-        """Kill a process that hangs, and treat it as ended."""
+        """Kill a process that hangs, and handle it as ended."""
         self._process.kill()
         self._die(caused(f"{self.name} {why}", ProcessEndError(why)))
 
     def wait_end(self) -> None:
-        """Wait until the process is gone and its memory is free: at most END_S, then kill it and wait END_S
-        more.
+        """Wait at most END_S for the end of the process. If it has not ended, kill it and wait again.
 
-        A process that is stuck in the kernel is left behind.
+        A process that is stuck in the operating system's kernel is left behind.
         """
         for _ in range(2):
             if self._process.wait(END_S):
@@ -211,7 +210,7 @@ class EngineConnection(asyncio.Protocol):
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
 
     def close(self) -> None:
-        """End the process, from any thread. Its readers get EngineDeadError."""
+        """End the process. Any thread may call this. Its readers get EngineDeadError."""
         self._shut_down()
         # The process ends when it finds the other end of its socket closed.
         with suppress(OSError):
@@ -233,7 +232,7 @@ class EngineConnection(asyncio.Protocol):
     # Of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to read."""
+        """Begin to read from the process."""
         self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -243,7 +242,7 @@ class EngineConnection(asyncio.Protocol):
             self._take(report)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the owner that the process has ended, or has sent data that cannot be read."""
+        """Tell the owner that the process has ended or has sent unreadable data."""
         if self._is_closed is not None and not self._is_closed.done():
             self._is_closed.set_result(None)
         if self.dead is None:
@@ -308,9 +307,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def lived_until(self) -> float:
-        """The latest time at which an ended process may have computed something. It may have hung before it
-        ended.
-        """
+        """The latest time at which an ended process may have computed something. It may have hung before."""
         return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
 
     def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
@@ -380,7 +377,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """The stats as of the last heartbeat, at rest if the process has ended."""
+        """The stats as of the last heartbeat; totals only if the process has ended."""
         assert self._stats is not None
         return self._stats if self.dead is None else self._stats.at_rest()
 
@@ -390,9 +387,7 @@ class EngineConnection(asyncio.Protocol):
 
 
 def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], None]) -> None:
-    """Call a function in an event loop: at once if this thread runs the loop or there is none,
-    otherwise soon.
-    """
+    """Call a function in an event loop: soon, or at once if this thread runs the loop or there is none."""
     try:
         is_here = loop is None or loop is asyncio.get_running_loop()
     except RuntimeError:  # none runs on this thread
@@ -405,14 +400,14 @@ def call_in_loop(loop: asyncio.AbstractEventLoop | None, function: Callable[[], 
 
 
 def caused(message: str, cause: BaseException) -> EngineDeadError:
-    """Return the error of a process that ended without being shut down."""
+    """Return the error of a process that ended without being shut down, with its cause."""
     error = EngineDeadError(message)
     error.__cause__ = cause
     return error
 
 
 def error_of(refused: frames.Refused) -> Exception:
-    """Return the error that an engine process describes."""
+    """Return the error that an engine process described in a frame."""
     known: Mapping[str, Any] = vars(errors)
     error = known.get(refused.kind)
     if isinstance(error, type) and issubclass(error, PagedError):

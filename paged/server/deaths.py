@@ -13,7 +13,7 @@ class Death:
     """The end of an engine process.
 
     is_explained: whether a request was found to be the cause.
-    is_pending: whether the process had a single request, which may be found to be the cause.
+    is_pending: whether the process computed a single request that may yet be found to be the cause.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class Death:
 
     @property
     def counts(self) -> bool:
-        """Whether the death counts as a restart."""
+        """Whether the death counts towards the limit of restarts."""
         return not (self.is_explained or self.is_pending)
 
 
 class Suspicion:
-    """The part of a request in the deaths of the processes that computed it.
+    """How far a request is suspected of killing the processes that computed it.
 
-    num_deaths: how many processes died while they had it.
-    num_deaths_alone: how many of these computed nothing else, since the request last outlived its earlier
-        time.
-    is_alone: whether its process computes nothing else, because it may have killed others.
-    survived_s: how long the process that died last had computed it.
+    num_deaths: how many processes died while they had the request.
+    num_deaths_alone: how many of these processes computed nothing else; reset when the request outlives its
+        earlier time.
+    is_alone: whether the request's process computes nothing else, because the request may kill processes.
+    survived_s: the seconds for which the process that died last had computed the request.
     """
 
     def __init__(self) -> None:
@@ -52,37 +52,35 @@ class Suspicion:
 
     @property
     def is_there(self) -> bool:
-        """Whether the request may have killed its processes, and must therefore run alone."""
+        """Whether the request may have killed processes, and must therefore be computed alone."""
         return not self._is_cleared and len(self._deaths) >= LEAST_DEATHS
 
     @property
     def time_alone_s(self) -> float:
-        """The least number of seconds that it has to run alone."""
+        """Minimum number of seconds for which the request has to be computed alone."""
         return TIMES_SURVIVED * self.survived_s
 
     @property
     def is_proven(self) -> bool:
-        """Whether enough processes died while computing only this request, so that it counts as
-        their cause.
-        """
+        """Whether the request counts as the cause: enough processes died computing it alone."""
         return self.num_deaths_alone >= MOST_DEATHS_ALONE
 
     def on_send(self) -> None:
-        """Record that another process gets the request."""
+        """Record that the request is sent to another process."""
         self._begun = None
         self._has_token = False
 
     def on_begun(self, step: int) -> None:
-        """Record that its process computes it from the next step on."""
+        """Record that the process will compute the request from the next step on."""
         if self._begun is None:
             self._begun = step, time.monotonic()
 
     def on_token(self) -> None:
-        """Record that its process has generated a token of it."""
+        """Record that the process has generated a token of the request."""
         self._has_token = True
 
     def on_death(self, death: Death, step: int, lived_until: float) -> None:
-        """Record the death of its process.
+        """Record the death of the request's process.
 
         step: how many steps the process is known to have ended.
         lived_until: the latest time at which the process computed something.
@@ -102,13 +100,14 @@ class Suspicion:
             self.survived_s = max(0.0, lived_until - began_at)
 
     def has_outlived(self, step: int) -> bool:
-        """Return whether it has run for twice as many steps, and twice as long, as before the last death.
+        """Return whether the request has run for twice as many steps, and twice as long, as before the last
+        death.
 
-        A cause that depends on time strikes after more steps when the request runs alone. The last step
-        before a death is known only roughly. A token is required, too: before the last death the request may
-        never have begun.
+        Time counts besides steps, because steps are shorter when the request runs alone, and the last step
+        before a death is known only roughly. A token is required too, since the request may not have begun
+        before the last death.
 
-        step: how many steps its process has ended so far.
+        step: how many steps the process has ended so far.
         """
         if self._begun is None or not self._has_token:
             return False
@@ -117,23 +116,23 @@ class Suspicion:
         return is_long and step - began_with >= TIMES_SURVIVED * self._survived_steps
 
     def clear(self) -> None:
-        """Let the request run beside others until the next death, as it has outlived its earlier time."""
+        """Allow other requests beside this one until the next death, because it outlived its earlier time."""
         self._is_cleared = True
         self.end()
         self.acquit()
 
     def acquit(self) -> None:
-        """Forget deaths that another request was found to have caused."""
+        """Forget deaths of which another request was found to be the cause."""
         self._deaths = [death for death in self._deaths if not death.is_explained]
 
     def end(self) -> None:
-        """Count the deaths of processes that had it alone, unless they are explained."""
+        """End the suspicion: let unexplained deaths of processes that computed it alone count as restarts."""
         for death in self._deaths_alone:
             death.is_pending = False
         self._deaths_alone = []
         self.num_deaths_alone = 0
 
     def explain(self) -> None:
-        """Blame this request for the deaths of all its processes."""
+        """Mark the deaths of all processes of this request as explained."""
         for death in self._deaths:
             death.is_explained = True

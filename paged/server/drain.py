@@ -20,7 +20,7 @@ NOTIFY_STOPPING = b"STOPPING=1"
 
 
 def notify(state: bytes) -> None:
-    """Send a state to systemd if systemd started this process and waits for it; see sd_notify(3)."""
+    """Send a state to systemd, if systemd started this process and waits for it; see sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class Drain:
-    """Ends a server on SIGTERM and Ctrl-C, once its requests have finished. A context manager.
+    """A context manager that ends a server on SIGTERM or Ctrl-C, once its requests have finished.
 
     From the signal on, the server is not ready. New requests are accepted for `delay_s` and then refused.
-    Requests in progress may take `timeout_s` more; then they end with an error. A second signal ends all at
-    once: clients are told if that takes no longer than AT_ONCE_S.
+    Requests in progress may take another `timeout_s`; then they end with an error. A second signal ends
+    everything at once; clients are told if that is possible within AT_ONCE_S.
     """
 
     def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:

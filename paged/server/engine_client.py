@@ -43,37 +43,37 @@ MAX_REPLICAS = 1024
 
 
 class EngineClient(AsyncEngine[SupervisedEngine]):
-    """Serves one model to the coroutines of one event loop, from engines in processes of their own.
+    """Serves one model to the coroutines of one event loop, from engines in separate processes.
 
     >>> async with EngineClient("demo") as engine:
     ...     async for output in engine.generate("def add(a, b):", SamplingParams(max_tokens=16)):
     ...         print(output.outputs[0].text)
 
-    Prompts are tokenized and chats rendered in this process, which does not import torch. Its methods, their
-    results and their errors are those of `AsyncLLMEngine`, with the options of `LLMEngine`. Functions cannot
-    cross to another process: `call` does not exist, and logits_processors are refused. New requests go to
-    processes that have sent heartbeats lately.
+    Prompts are tokenized and chats rendered in this process, which does not import torch. Methods, results
+    and errors are as in `AsyncLLMEngine`, and options as in `LLMEngine`. Functions cannot be sent to another
+    process: `call` does not exist, and logits_processors are refused. New requests go to processes that have
+    sent heartbeats lately.
 
-    A process that ends or hangs is replaced. Its requests go on in the new process or in another one, after
-    the tokens received so far. Their readers notice only a delay.
+    A process that ends or hangs is replaced. Its requests continue after the tokens received so far, in the
+    new process or in another one. Their readers notice only a delay.
 
-    An output of a stream counts as held until its reader asks for the next one.
+    An output occupies memory until its reader asks for the next one.
 
-    replicas: engine processes, each with a GPU of its own or its share of the cores.
-    router: which of them gets a request: "round-robin", "least-loaded" or "prefix-aware".
+    replicas: the number of engine processes, each with its own GPU or its share of the cores.
+    router: how the process for a request is chosen: "round-robin", "least-loaded" or "prefix-aware".
     lora_modules: the LoRA adapters that the engines read before they serve.
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: the format of the processes' lines on stderr, "text" or "json".
 
-    resume: let requests go on when their process ends; without it they fail with EngineDeadError.
-    max_restarts: the most restarts of one engine within ten minutes. After more, all requests fail with
-        EngineDeadError.
-    step_timeout: seconds after which a process counts as hanging if its step has not ended.
+    resume: whether requests continue when their process ends; otherwise they fail with EngineDeadError.
+    max_restarts: maximum number of restarts of one engine within ten minutes. Beyond it, all requests fail
+        with EngineDeadError.
+    step_timeout: seconds after which a process counts as hung if its step has not ended.
     launcher: starts the processes, by default on this machine; `paged.ray.launcher.connect` returns one that
         starts them on a Ray cluster.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as `LLMEngine` does, and EngineDeadError if
-    more processes of an engine are killed before it is made.
+    more than max_restarts processes of an engine are killed before it is made.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         self._supervisor.end(request_id)
 
     async def stats_by_engine(self) -> list[EngineStats]:
-        """Return the stats of each engine process as of its last heartbeat, at most a second old."""
+        """Return the stats of each engine process as of its last heartbeat. They are at most a second old."""
         await self._attach()
         return [replica.stats for replica in self._supervisor.replicas]
 
     def removed_stats(self) -> Mapping[int, EngineStats]:
-        """Return the stats of the engines that `resize` has removed, by number, as they left."""
+        """Return the last stats of the engines that `resize` has removed, by number."""
         return self._supervisor.removed
 
     async def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engines among tenants by these weights, as `LLMEngine.set_tenant_weights` does.
+        """Divide the engines' service among tenants by weight, as `LLMEngine.set_tenant_weights` does.
 
-        Raises ConfigError, EngineDeadError.
+        Raises ConfigError and EngineDeadError.
         """
         check_policy(self.config.scheduling_policy, weights)
         await self._attach()
@@ -160,15 +160,16 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             engine.reset_prefix_cache()
 
     async def resize(self, replicas: int) -> None:
-        """Add or remove engine processes while requests run, until there are so many.
+        """Add or remove engine processes, while requests run, until there are `replicas`.
 
-        New processes get requests once all of them serve. The processes with the highest numbers leave. Their
-        requests go on in other processes; with resume=False, or if a request cannot move, they finish first.
-        If processes share the cores of a machine, adding some makes each share smaller: processes with too
-        large a share are replaced one by one. Removing some leaves the shares as they are.
+        New processes get requests once all of them serve. The processes with the highest numbers are removed
+        first. Their requests continue in other processes; with resume=False, or if a request cannot move,
+        they finish first. If processes share the cores of a machine, adding processes makes each share
+        smaller, and processes with too large a share are replaced one by one. Removing processes leaves the
+        shares unchanged.
 
-        Raises ConfigError if the machine or the cluster has no room for more, which changes nothing,
-        EngineDeadError, and the errors of `LLMEngine`.
+        Raises ConfigError, without any change, if the machine or the cluster has no room for more;
+        EngineDeadError; and the errors of `LLMEngine`.
         """
         check_int(ConfigError, "replicas", replicas, 1, MAX_REPLICAS)
         _check_torchrun(self.config, replicas)
@@ -178,12 +179,12 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._supervisor.resize(replicas, num_sharing)
 
     def describe(self) -> str:
-        """Return a line about the model and its KV cache."""
+        """Describe the model and its KV cache in one line."""
         num = len(self._engines)
         return self._description if num == 1 else f"{num} engines, each {self._description}"
 
     def shutdown(self) -> None:
-        """Abort all requests, whose readers get EngineDeadError, and end the processes."""
+        """Abort all requests and end the processes. Readers get EngineDeadError."""
         self._finalizer()
 
     async def __aenter__(self) -> Self:
@@ -195,7 +196,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         self.shutdown()
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
-        """Bound the memory that the streams of one reader hold together.
+        """Limit the memory that the streams of one reader occupy together.
 
         is_whole: whether the reader sends everything together once all streams are finished.
         """
@@ -369,7 +370,7 @@ def _check_share(config: EngineConfig, replicas: int) -> None:
 
 
 def sendable_options(config: EngineConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options of an engine as plain values. Raises ConfigError if a value cannot be sent."""
+    """Return options of an engine as values that can be sent. Raises ConfigError for others."""
     if not isinstance(config.scheduling_policy, str):
         policy = shown(config.scheduling_policy)
         raise ConfigError(f"scheduling_policy of an engine in another process must be a name, got {policy}")

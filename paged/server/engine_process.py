@@ -51,21 +51,21 @@ RECEIVED_BYTES = 2**16
 
 
 class Link:
-    """The socket to the front end."""
+    """The engine process's end of the socket to the front end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()
 
     def send(self, report: frames.Report) -> None:
-        """Send a frame, from any thread."""
+        """Send a frame. Any thread may call this."""
         data = frames.encode(report)
         # A front end that has ended ends this process, too.
         with self._lock, suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(data)
 
     def orders(self) -> Iterator[frames.Order | frames.Refused]:
-        """Yield the orders of the front end until the front end ends."""
+        """Yield the orders of the front end, until the front end ends."""
         reader = frames.FrameReader(frames.decode_order)
         with suppress(ConnectionResetError):
             while data := self._socket.recv(RECEIVED_BYTES):
@@ -81,7 +81,7 @@ def end_with_front_end(connection: socket.socket) -> None:
 
 
 class FrameOutbox(Recipient):
-    """The outbox of one request: puts its outputs into the frame of the step."""
+    """The outbox of one request: puts the request's outputs into the frame of the step."""
 
     def __init__(self, key: int, request_id: str, server: EngineServer, *, is_whole: bool = False) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class FrameOutbox(Recipient):
         self._sent_metrics = False
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether outputs of an unfinished request should be put now."""
+        """Return whether outputs of an unfinished request are wanted now."""
         if self._is_whole and time.monotonic() - self._put_at < WHOLE_S:
             return False
         return super().wants(kind)
@@ -117,7 +117,7 @@ class FrameOutbox(Recipient):
         )
 
     def put_prompt(self, places: Sequence[dict[int, Logprob] | None]) -> bool:
-        """Send the next log-probabilities of the prompt, without keeping them here."""
+        """Send the next log-probabilities of the prompt, without storing them here."""
         for frame in frames.prompt_places(self.key, places):
             self._server.link.send(frame)
         return True
@@ -130,7 +130,7 @@ class FrameOutbox(Recipient):
 
 
 class ReportOutbox(FrameOutbox):
-    """The outbox of a report on a prompt."""
+    """The outbox of a request that only reports on its prompt."""
 
     def __init__(self, key: int, request_id: str, server: EngineServer, spec: ReportSpec[Any]) -> None:
         super().__init__(key, request_id, server)
@@ -138,7 +138,7 @@ class ReportOutbox(FrameOutbox):
         self.request: Request | None = None
 
     def put(self, output: RequestOutput) -> None:  # noqa: ARG002
-        """Add what the report says to the frame."""
+        """Add the result of the report to the frame."""
         self._server.forget(self, True)
         assert self.request is not None
         found = self._spec.output(self.request)
@@ -148,7 +148,7 @@ class ReportOutbox(FrameOutbox):
 
 
 class EngineServer:
-    """An engine whose requests come from a front end.
+    """Serves the requests of a front end with an engine.
 
     outputs, embeddings, scores: the contents of the next frame.
     """
@@ -182,7 +182,7 @@ class EngineServer:
         return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device)
 
     def run(self) -> None:
-        """Serve until a step raises. When the front end ends, the reading thread ends the process."""
+        """Serve until a step raises. If the front end ends, the reading thread ends this process."""
         link = self.link
         threading.Thread(target=self._read, name="paged-orders", daemon=True).start()
         threading.Thread(target=self._beat, name="paged-heartbeat", daemon=True).start()
@@ -409,7 +409,7 @@ def _shortened(params: SamplingParams) -> SamplingParams:
 
 
 def described(error: BaseException) -> tuple[str, str, str | None]:
-    """Return an error's kind, message and param, as `frames.Refused` holds them."""
+    """Return class name, message and param of an error, as `frames.Refused` stores them."""
     if isinstance(error, PagedError):
         return type(error).__name__, str(error), error.param
     logger.error("unexpected error", exc_info=error)
@@ -417,7 +417,7 @@ def described(error: BaseException) -> tuple[str, str, str | None]:
 
 
 def refusal_of(start: frames.Start, error: BaseException) -> frames.Refused:
-    """Return the message about an error at the start. It says if other machines may do better."""
+    """Return the message about an error during the start. It says whether another machine may succeed."""
     kind, message, param = described(error)
     host = socket.gethostname()
     where = "" if host == start.host else f"on the machine {host}: "
@@ -431,8 +431,7 @@ def check_affinity() -> None:
 
 
 def take_share(start: frames.Start) -> None:
-    """Restrict this process and its model's other processes to their own GPUs, or to their share of the
-    cores.
+    """Restrict this process, and its model's other processes, to their GPUs or their share of the cores.
 
     Raises ResourceError if there are fewer GPUs or cores than processes.
     """
@@ -466,7 +465,7 @@ def take_share(start: frames.Start) -> None:
 
 
 def main() -> None:
-    """Serve the front end at the other end of a socket. The argument is the socket's descriptor."""
+    """Serve the front end at the other end of a socket, whose descriptor is the command's argument."""
     leave_signals_to_parent()
     log = log_to_stderr()
     log_uncaught_errors()

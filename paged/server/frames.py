@@ -49,7 +49,10 @@ Place = tuple[list[int], list[float], list[int], list[str | None]]
 
 
 class Frame(msgspec.Struct, array_like=True, tag=True):
-    """A message between front end and engine process. `key` is the front end's number of a request."""
+    """A message between front end and engine process.
+
+    key: the front end's number for the request.
+    """
 
 
 class Adapter(msgspec.Struct, array_like=True):
@@ -75,10 +78,10 @@ class Adapter(msgspec.Struct, array_like=True):
 
 
 class Start(Frame):
-    """Make an engine of these options of `LLMEngine`. The first frame.
+    """The first frame: make an engine with these arguments of `LLMEngine`.
 
     log_format: the format of the process's lines on stderr.
-    replica: the number of this process of num_replicas, which share the cores, or have a GPU each.
+    replica: the number of this process among num_replicas. The processes share the cores, or have a GPU each.
     host: the name of the front end's machine.
     adapters: the LoRA adapters that the engine reads before it serves.
     """
@@ -96,8 +99,8 @@ class Generate(Frame):
     """Add a request.
 
     namespace: what the KV of the prompt depends on besides its tokens.
-    resumed: the samples to continue, after the process that had the request has ended.
-    is_whole: whether its reader gets a single output, so that deltas need not be sent often.
+    resumed: the samples to continue, if the process that had the request has ended.
+    is_whole: whether the reader gets a single output, so that deltas need not be sent often.
     part_of: see `RequestInputs`.
     """
 
@@ -115,7 +118,7 @@ class Generate(Frame):
 
 
 class Fork(Frame):
-    """Duplicate an unfinished request. Its id is new_request_id."""
+    """Duplicate an unfinished request. new_request_id is the id of the fork."""
 
     key: int
     request_id: str
@@ -150,7 +153,7 @@ class Abort(Frame):
 
 
 class Pause(Frame):
-    """Stop computing some requests for now, as their reader is slow."""
+    """Stop computing some requests for now, because their reader is slow."""
 
     keys: list[int]
 
@@ -162,7 +165,7 @@ class Resume(Frame):
 
 
 class Weigh(Frame):
-    """Divide the engine among tenants by these weights from now on, with the policy "fair"."""
+    """Divide the engine's service among tenants by these weights from now on, under policy "fair"."""
 
     weights: dict[str, float]
 
@@ -204,7 +207,7 @@ Order = (
 class Ready(Frame):
     """The engine is made.
 
-    device: the kind of device that computes, such as "cpu".
+    device: the type of the device that computes, such as "cpu".
     """
 
     max_model_len: int
@@ -215,9 +218,10 @@ class Ready(Frame):
 
 
 class Refused(Frame):
-    """An error: of a request if it has a key, else of the start. `kind` is the name of its class.
+    """An error: of a request if `key` is set, otherwise of the start. `kind` is the name of the error's
+    class.
 
-    param: the parameter that is wrong; see `PagedError`.
+    param: the wrong parameter; see `PagedError`.
     """
 
     key: int | None
@@ -242,7 +246,7 @@ class Completion(msgspec.Struct, array_like=True):
 class Output(msgspec.Struct, array_like=True):
     """The new part of a request, with the fields of `RequestOutput`.
 
-    `metrics` is sent first and last; `PromptPlaces` come before the first token.
+    `metrics` is sent with the first and the last output. `PromptPlaces` come before the first token.
     """
 
     key: int
@@ -260,7 +264,7 @@ class PromptPlaces(Frame):
 
 
 class Begun(Frame):
-    """The requests that the next step is the first to compute. It is sent before that step.
+    """The requests that the next step is the first to compute. The frame is sent before that step.
 
     step: see `Outputs`.
     """
@@ -270,7 +274,10 @@ class Begun(Frame):
 
 
 class Outputs(Frame):
-    """All outputs of a step, and the reports that it finished. step: the number of steps so far."""
+    """All outputs of a step, and the reports that the step finished.
+
+    step: the number of steps so far.
+    """
 
     step: int
     outputs: list[Output]
@@ -293,11 +300,11 @@ class Seen(Frame):
 
 
 class Heartbeat(Frame):
-    """A sign of life. A separate thread sends it every second, as a step may take longer.
+    """A sign of life. A separate thread sends it every second, since a step may take longer.
 
     step: the number of steps so far.
     stats: the stats as of the last step that ended.
-    is_busy: whether a step is being computed, or the next one is prepared.
+    is_busy: whether a step is being computed or prepared.
     """
 
     step: int
@@ -327,7 +334,7 @@ decode_report: Callable[[Any], Report] = msgspec.msgpack.Decoder(Report).decode
 
 
 def encode(frame: Order | Report) -> bytes:
-    """Return a frame with its length in front. Raises RequestError for values that msgpack cannot hold."""
+    """Return a frame preceded by its length. Raises RequestError for values that msgpack cannot hold."""
     buffer = bytearray(LENGTH_BYTES)
     try:
         _encoder.encode_into(frame, buffer, LENGTH_BYTES)
@@ -341,7 +348,7 @@ def encode(frame: Order | Report) -> bytes:
 
 
 def decode_order(content: bytes | memoryview) -> Order | Refused:
-    """Decode an order; if a request has a value of a wrong type, return its refusal."""
+    """Decode an order. If a value of a request has the wrong type, return the request's refusal."""
     try:
         order: Order = _order_decoder.decode(content)
         return order
@@ -360,7 +367,7 @@ class FrameReader(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """Add bytes that were received. Return the frames that are whole now."""
+        """Add received bytes. Return the frames that are now complete."""
         self._buffer += data
         at = 0
         found = []
@@ -378,9 +385,9 @@ class FrameReader(Generic[T]):
 
 
 def params_to_wire(params: SamplingParams, **changes: Any) -> Any:
-    """Return parameters as a frame holds them. Raises RequestError for values that cannot be sent.
+    """Convert parameters for a frame. Raises RequestError for values that cannot be sent.
 
-    changes: valid values that replace those of `params`.
+    changes: valid values that override those of `params`.
     """
     for name, reason in NOT_SENT.items():
         if getattr(params, name):
@@ -396,13 +403,13 @@ def _sendable(value: Any) -> Any:
 
 
 def params_from_wire(params: Any) -> SamplingParams:
-    """Return the parameters of a frame."""
+    """Convert the parameters in a frame to SamplingParams."""
     given = {name: getattr(params, name) for name in _DEFAULTS}
     return SamplingParams(**{name: value for name, value in given.items() if value is not msgspec.UNSET})
 
 
 def completion_to_wire(completion: CompletionOutput) -> Completion:
-    """Return a sample's output as a frame holds it."""
+    """Convert a sample's output for a frame."""
     logprobs = completion.logprobs
     return Completion(
         completion.index,
@@ -417,7 +424,7 @@ def completion_to_wire(completion: CompletionOutput) -> Completion:
 
 
 def place_to_wire(place: dict[int, Logprob]) -> Place:
-    """Return the candidates at one place of a text as a frame holds them."""
+    """Convert the candidates at one position of a text for a frame."""
     candidates = [*place.values()]
     return (
         [*place],
@@ -428,7 +435,7 @@ def place_to_wire(place: dict[int, Logprob]) -> Place:
 
 
 def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]) -> Iterator[PromptPlaces]:
-    """Yield the frames of the next log-probabilities of a prompt."""
+    """Yield frames with the next log-probabilities of a prompt."""
     places: list[Place | None] = []
     num = 0
     for candidates in prompt_logprobs:
@@ -443,14 +450,14 @@ def prompt_places(key: int, prompt_logprobs: Sequence[dict[int, Logprob] | None]
 
 
 def place_from_wire(place: Place) -> dict[int, Logprob]:
-    """Return the candidates of a frame."""
+    """Convert the candidates in a frame to Logprobs by token id."""
     return dict(zip(place[0], map(Logprob, *place[1:]), strict=True))
 
 
 class Places(Sequence[P]):
-    """The candidates at places of a text, decoded from frames each time they are read.
+    """The candidates at positions of a text, decoded from frames each time they are read.
 
-    Read on a worker thread, as decoding takes long; add on the event loop.
+    Read on a worker thread, since decoding takes long; add on the event loop.
     """
 
     __slots__ = ("_stop", "_wire")
@@ -460,19 +467,19 @@ class Places(Sequence[P]):
         self._stop: int | None = None
 
     def so_far(self) -> Places[P]:
-        """Return a view of the current places without a copy. Places added later are not in it."""
+        """Return a view of the current positions, without a copy. Positions added later are not in it."""
         places = Places[P]()
         places._wire = self._wire
         places._stop = len(self)
         return places
 
     def add(self, wire: Sequence[Place | None]) -> None:
-        """Add the next places."""
+        """Add the candidates at the next positions."""
         self._wire += wire
 
     @property
     def num_candidates(self) -> int:
-        """About how many candidates all places have, without counting them on the event loop."""
+        """The approximate number of candidates at all positions, estimated without decoding."""
         num = len(self)
         last = self._wire[num - 1] if num else None
         return 0 if last is None else num * len(last[0])

@@ -54,18 +54,18 @@ class FrontEnd:
     adapters: the LoRA adapters by the names under which they are served.
     created: when the server started, in seconds since 1970.
     metrics: the counts behind GET /metrics.
-    observers: are told of the beginning and the end of each request.
+    observers: listeners for the beginning and the end of each request.
     body_budget: the memory for bodies of requests in progress.
     response_budget: the memory for whole responses that are being sent.
-    is_paused: whether the operator has paused the server, so that new requests are refused.
+    is_paused: whether the operator has paused the server; new requests are then refused.
     gallery: the pictures of the engines.
     drain: begins to end the server.
-    keys: the keys of the tenants; None if there are none.
+    keys: the keys of the tenants; None without a keys file.
     gate: decides which requests may use which routes.
-    is_draining: whether the server is about to end, so that it is not ready.
+    is_draining: whether the server is about to end and therefore not ready.
     is_closed: whether new requests are refused.
     is_stopping: whether the requests in progress are being ended.
-    responses: the stored responses, and those in progress.
+    responses: the stored responses, and the responses in progress.
     num_accepted: how many accepted requests have no whole response yet.
 
     Raises ConfigError for a wrong keys file.
@@ -146,7 +146,7 @@ class FrontEnd:
         return None if call.model is None else self.adapters.get(call.model)
 
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
-        """Raise HttpError if a request names another model, or one that its key does not allow."""
+        """Raise HttpError if a request names another model, or a model that its key does not allow."""
         names = self.names_for(key)
         if not names or (name is not None and name not in names):
             there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
@@ -168,9 +168,7 @@ class FrontEnd:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count a request that is being rendered or tokenized. Raises QueueFullError if
-        max_waiting others are.
-        """
+        """Count a request that is being prepared. Raises QueueFullError if max_waiting others are too."""
         most = self.engine.config.max_waiting
         if most is not None and self._num_preparing >= most:
             raise QueueFullError(
@@ -190,15 +188,15 @@ class FrontEnd:
         function: Callable[..., T],
         *args: Any,
     ) -> T:
-        """Call a function in a pool of threads. Raises RequestTimeoutError if the call's timeout_s passes."""
+        """Call a function in a pool of threads. Raises RequestTimeoutError after the call's timeout_s."""
         deadline = Deadline(exchange.time_left(call.timeout_s))
         running = asyncio.get_running_loop().run_in_executor(pool, function, *args)
         return await deadline.wait_for(running)
 
     async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
-        """Return the call that a request's body makes.
+        """Read and parse the body of a request.
 
-        Raises RequestError or a similar error if the body is wrong, EngineDeadError if no request can be
+        Raises an error such as RequestError if the body is wrong, and EngineDeadError if no request can be
         served.
         """
         self.check_serving()
@@ -223,9 +221,9 @@ class FrontEnd:
         return call
 
     async def reload_keys(self) -> int:
-        """Read the keys file again. Return how many keys it has.
+        """Read the keys file again. Return the number of keys.
 
-        Raises ConfigError naming the line; the earlier keys then stay in force.
+        Raises ConfigError naming a wrong line; the earlier keys then stay in force.
         """
         if self.keys is None:
             raise ConfigError("this server has no keys file; start it with --api-keys")
@@ -285,9 +283,9 @@ class FrontEnd:
         call.give_to(entry.tenant, salt_of(entry, call.values.get("cache_salt")))
 
     def accepting(self, exchange: Exchange, params: SamplingParams | None = None) -> OnPrompt:
-        """Return a callback that accepts an engine request once its prompt is known, and reserves its tokens.
+        """Return a callback that accepts an engine request and reserves its tokens, once its prompt is known.
 
-        params: None generates nothing.
+        params: the sampling parameters; None if the request generates no tokens.
         """
         record = exchange.record
         admission = exchange.admission
@@ -314,9 +312,9 @@ class FrontEnd:
     ) -> RequestRecord:
         """Begin the record of a request whose body was accepted.
 
-        engine_ids: the ids of its engine requests.
+        engine_ids: the ids of the engine requests that it makes.
 
-        Raises RequestError or RateLimitError for more sequences than its key allows.
+        Raises RequestError or RateLimitError for more sequences than the key allows.
         """
         if exchange.admission is not None:
             num_samples = 1 if params is None else params.num_samples
@@ -343,7 +341,7 @@ class FrontEnd:
         return record
 
     def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
-        """End the record of a request. Count a request that has no record."""
+        """End the record of a request. A request without a record is only counted."""
         self.num_accepted -= exchange.is_accepted
         self._give_back(exchange, status)
         limited = RATE_LIMIT if isinstance(error, RateLimitError) else None
@@ -378,25 +376,25 @@ class FrontEnd:
         )
 
     def identity_of(self, exchange: Exchange, call: Call) -> str:
-        """Return the id of the response, from which seeds are derived: the body's own, or a unique one.
+        """Return the id of the response: the id in the body, or a unique one. Seeds are derived from it.
 
-        It begins with the request's own id, which another request may have, too.
+        A unique id begins with the HTTP request's id, which other requests may have too.
         """
         return call.request_id or f"{exchange.request_id}-{uuid.uuid4().hex[:8]}"
 
     def engine_id_of(self, call: Call, identity: str) -> str:
-        """Return a unique id for the engine's request, as clients may use the same id twice."""
+        """Return a unique id for the engine request, since clients may use the same id twice."""
         return identity if call.request_id is None else f"{identity}-{uuid.uuid4().hex[:8]}"
 
     def engine_ids_of(self, call: Call, identity: str, num: int) -> list[str]:
-        """Return unique ids for `num` requests of the engine."""
+        """Return unique ids for `num` engine requests."""
         engine_id = self.engine_id_of(call, identity)
         return [f"{engine_id}-{i}" for i in range(num)]
 
     def seed_for(self, request_id: str) -> int:
         """Return the seed of a request that gives none.
 
-        It is chosen here, so that the request can be repeated by another engine.
+        The front end chooses the seed, so that another engine can repeat the request.
         """
         return derived_seed(self.engine.config.seed, request_id) & MAX_SEED
 
@@ -411,11 +409,11 @@ class FrontEnd:
 
     @property
     def open_records(self) -> list[RequestRecord]:
-        """The records of the requests that are being answered, the oldest first."""
+        """The records of the requests that are being answered, oldest first."""
         return [*self._open]
 
     async def end_requests(self, request_id: str) -> int:
-        """Abort the requests with this id, which then get an error. Return how many there were."""
+        """Abort the requests with this id; they get an error. Return how many there were."""
         found = [record for record in self._open if record.request_id == request_id]
         for record in found:
             record.is_ended = True  # those that the engine has not got yet
@@ -432,7 +430,7 @@ class FrontEnd:
             asyncio.get_running_loop().run_in_executor(None, self.engine.shutdown)
 
     async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
-        """Return the response for an error."""
+        """Return the response that reports an error."""
         seconds = 1  # where no queue has to move
         if isinstance(error, QueueFullError):
             seconds = self._rate.seconds_for(max(1, await self._num_waiting()))

@@ -26,12 +26,12 @@ _OF_OWNER = ("time", "block_size")
 
 
 class Gallery:
-    """The newest picture of each engine, as shown to the operator or to an owner of requests.
+    """The newest picture of each engine, for the operator or an owner of requests.
 
-    owners: returns the owners of engine requests, by the requests' ids.
+    owners: returns the owner of each engine request, by the request's id.
 
-    The next picture of an engine is requested only when the last one has come, and later if making it took
-    long.
+    The next picture of an engine is requested only after the last one has arrived, and later if making that
+    one took long.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gallery:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Have pictures made inside this context. Raises HttpError if MOST_WATCHERS already watch."""
+        """Request pictures inside this context. Raises HttpError if there are MOST_WATCHERS already."""
         if self.num_watchers >= MOST_WATCHERS:
             raise HttpError(429, f"{MOST_WATCHERS} others watch already; try again later")
         self.num_watchers += 1
@@ -91,7 +91,7 @@ class Gallery:
     def view(self, owner: str | None) -> bytes:
         """Return the newest pictures as JSON.
 
-        owner: show only this owner's requests; None shows all.
+        owner: the owner whose requests are shown; None shows all requests.
         """
         view = self._views.get(owner)
         if view is None:

@@ -20,9 +20,10 @@ NO_KEY = (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request, as known by the request's key.
+    """The sender of a request, as identified by its key.
 
-    owner: the tenant of the key, or which key of --api-key it is; None for the operator, and without keys.
+    owner: the tenant of the key, or the number of the key among --api-key; None for the operator, and without
+        keys.
     usage: the usage record of a tenant's key.
     """
 
@@ -31,10 +32,10 @@ class Caller:
 
 
 class Gate:
-    """Knows the server's keys: those of one tenant, those of a file of tenants, or none.
+    """Checks keys: the keys of a single tenant, the keys of a file, or none.
 
-    api_keys: the keys of one tenant.
-    keys: the keys of a file.
+    api_keys: the keys of the single tenant.
+    keys: the keys of the file.
     admin_key: the operator's key; None refuses routes that need it.
     """
 
@@ -46,9 +47,9 @@ class Gate:
     def check(self, access: Access, authorization: str | None) -> Caller:
         """Return the sender of a request.
 
-        authorization: the header; None if it is missing.
+        authorization: the header Authorization; None if it is missing.
 
-        Raises HttpError if the request may not use a route of this access.
+        Raises HttpError if the request may not use routes with this access.
         """
         if access == "admin" and not self._admin:
             raise _forbidden("this server has no admin key; start it with --admin-key")

@@ -79,10 +79,10 @@ class _Sample:
 class Inbox:
     """The outputs of one request, for one reader in the event loop of the client.
 
-    Each output of the engine holds what is new. Unread ones are merged.
+    Each output of the engine holds only what is new. Unread outputs are merged.
 
-    account: counts the bytes that are held for the reader.
-    in_full: whether each output of the engine holds everything so far, rather than what is new.
+    account: counts the bytes that are stored for the reader.
+    in_full: whether each output for the reader holds everything so far, not only what is new.
     result: the result of a report on a prompt, once `wait` returns.
     """
 
@@ -115,7 +115,7 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, new: frames.Output) -> int:
-        """Add an output. Return how many tokens it has."""
+        """Add an output. Return its number of tokens."""
         if self.in_full:
             self._ledger.replace_outputs()
             self._samples = []
@@ -135,31 +135,31 @@ class Inbox:
         return num
 
     def put_prompt(self, places: list[frames.Place | None]) -> None:
-        """Add the next log-probabilities of the prompt. All come before the first output with tokens."""
+        """Add the next log-probabilities of the prompt. All arrive before the first output with tokens."""
         self._prompt_logprobs = self._prompt_logprobs or frames.Places()
         self._prompt_logprobs.add(places)
         self._ledger.add_prompt(bytes_of(places))
 
     @property
     def has_whole_prompt(self) -> bool:
-        """Whether all log-probabilities of the prompt have come."""
+        """Whether all log-probabilities of the prompt have arrived."""
         return self._whole_prompt() is not None
 
     def drop_prompt(self) -> None:
-        """Drop the log-probabilities of the prompt, because they are computed again."""
+        """Drop the log-probabilities of the prompt, because they will be computed again."""
         self._prompt_logprobs = None
         self._ledger.drop_prompt()
 
     def text(self) -> str:
-        """Return the text of the only sample so far."""
+        """Return the text so far of the request's only sample."""
         return self._samples[0].text if self._samples else ""
 
     def refusal(self) -> RequestError | None:
-        """Return why an answer that is sent as a whole has become too large; None if it has not."""
+        """Return the error if an answer that is sent as a whole has become too large; None if it has not."""
         return self._ledger.refusal()
 
     def refuse(self, error: RequestError) -> None:
-        """Drop all outputs that are held, and make `wait` raise this error instead."""
+        """Drop all stored outputs. `wait` will raise this error instead."""
         self.give_back()
         self._has_news = False
         self.fail(error)
@@ -169,13 +169,13 @@ class Inbox:
         self._ledger.release()
 
     def give_back(self) -> None:
-        """Drop all held outputs, once the reader is gone."""
+        """Drop all stored outputs once the reader is gone."""
         self._samples = []
         self._prompt_logprobs = None
         self._ledger.clear()
 
     def put_result(self, result: Any) -> None:
-        """Add the result of a report on a prompt."""
+        """Add the result of a request that only reports on its prompt."""
         self.result = result
         self.finished = True
         self._wake()
@@ -186,7 +186,7 @@ class Inbox:
         self._wake()
 
     async def wait(self) -> None:
-        """Wait for something new. Raises the error of `fail` if nothing more will come."""
+        """Wait for something new. Raise the error given to `fail` if nothing more will come."""
         while not self._has_news:
             if self._error is not None:
                 raise self._error
@@ -229,7 +229,7 @@ class Inbox:
 
 
 def size_of(output: frames.Output) -> int:
-    """Return the approximate size in bytes of an output until it is read."""
+    """Return the approximate size in bytes that an output occupies until it is read."""
     size = 0
     for completion in output.completions:
         size += len(completion.text) + len(completion.token_ids) * TOKEN_BYTES

@@ -14,18 +14,16 @@ SWITCH_S = 0.0005  # for which a thread runs Python while another one waits; Pyt
 
 
 def switch_often() -> None:
-    """Shorten the interpreter's switch interval, so that the event loop and the steps wait less for other
-    threads.
-    """
+    """Shorten the interpreter's switch interval, so that event loop and steps wait less for other threads."""
     sys.setswitchinterval(SWITCH_S)
 
 
 class Garbage:
     """Controls the garbage collector of this process: full collections wait until the process is idle.
 
-    A full collection looks at every object, and holds all threads: 0.5 s while a few answers with
-    log-probabilities are in memory. The younger generations are collected as always. Objects that exist now
-    are never collected.
+    A full collection visits every object and stops all threads: for 0.5 s if a few answers with
+    log-probabilities are in memory. Younger generations are collected as usual. Objects that exist at
+    construction are never collected.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,10 +35,9 @@ class Garbage:
         self._collected_at = clock()
 
     def collect(self, *, is_idle: bool, is_heavy: bool = False) -> bool:
-        """Run a full collection if the process is idle, or if the last one was long ago. Return whether it
-        ran.
+        """Run a full collection if the process is idle or the last one was long ago. Return whether it ran.
 
-        is_heavy: whether a collection would take long now, so that it is put off longer.
+        is_heavy: whether a collection would take long now; it is then put off longer.
         """
         most_s = MOST_HEAVY_S if is_heavy else MOST_S
         if not (is_idle or self._clock() - self._collected_at > most_s):

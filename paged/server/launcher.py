@@ -21,16 +21,16 @@ BUFFER_BYTES = 4 * 2**20  # of the socket, as far as the system allows: a step w
 
 
 class EngineProcess(Protocol):
-    """A process that runs an engine, as seen by its connection."""
+    """A process that runs an engine, as its connection sees it."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
+        """Wait at most timeout_s for the end of the process. Return whether it has ended."""
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return in a few words how the process ended. If it has not ended in time, kill it."""
+        """Return in a few words how the process ended. If it has not ended within timeout_s, kill it."""
 
 
 class Launcher(Protocol):
@@ -40,21 +40,21 @@ class Launcher(Protocol):
     engine_options: Mapping[str, Any]  # that each engine gets besides its own
 
     def launch(self, start: Start) -> tuple[socket.socket, EngineProcess]:
-        """Start a process. Return a socket to it, over which `start` is sent first, and the process."""
+        """Start a process. Return the process and a socket to it, over which `start` is sent first."""
 
     def check_room(self, num: int) -> None:
         """Raise ConfigError unless there is room for `num` more processes. This may block."""
 
 
 class LocalProcess:
-    """A child of this process."""
+    """A child process of this process."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the process is gone, at most timeout_s. Return whether it is gone."""
+        """Wait at most timeout_s for the end of the process. Return whether it has ended."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -62,11 +62,11 @@ class LocalProcess:
         return True
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         self._process.kill()
 
     def how_ended(self, timeout_s: float) -> str:
-        """Return in a few words how the process ended. If it has not ended in time, kill it."""
+        """Return in a few words how the process ended. If it has not ended within timeout_s, kill it."""
         if not self.wait(timeout_s):
             self.kill()  # it cannot be used any more
             return "its socket was closed"
@@ -75,7 +75,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts processes on this machine, which end with this one."""
+    """Starts engine processes on this machine. They end when this process does."""
 
     divides_machine = True
     engine_options: Mapping[str, Any] = MappingProxyType({})
@@ -85,15 +85,15 @@ class LocalLauncher:
         return start_process()
 
     def check_room(self, num: int) -> None:
-        """Do nothing: a process that finds no GPU or core for itself reports that."""
+        """Do nothing: a process that finds no GPU or core for itself reports it."""
 
 
 def start_process(
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[socket.socket, LocalProcess]:
-    """Start a process on this machine, which ends with this one. Return a socket to it, and the process.
+    """Start a process on this machine that ends when this one does. Return a socket to it, and the process.
 
-    environment: variables added to those of this process.
+    environment: variables in addition to this process's own.
     """
     ours, theirs = socket_pair()
     path = [ROOT, *filter(None, sys.path)]  # so that it finds what this process finds
@@ -109,7 +109,7 @@ def start_process(
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a socket with buffers large enough for the outputs of steps."""
+    """Return the two ends of a socket with buffers large enough for a step's outputs."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)

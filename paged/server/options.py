@@ -58,74 +58,81 @@ _SWITCHES = (
 class ServeOptions:
     """Options of the server.
 
-    host: the address to listen on. Other machines reach "0.0.0.0" or "::"; give it keys then.
+    host: the address to listen on. "0.0.0.0" or "::" lets other machines reach the server, which then needs
+        keys.
     port: the port to listen on; 0 takes a free one.
     uds: a Unix domain socket to listen on, in place of host and port.
     ssl_keyfile: the private key of the certificate, to serve HTTPS.
     ssl_certfile: the certificate, in PEM.
-    root_path: the path under which a proxy makes the server known, such as /llm.
-    api_key: a key that requests must bear in the header Authorization, one of several. /health, /ready,
-        /version, /metrics and /openapi.json need none. A flag is visible to all users of the machine, as in
-        ps: PAGED_API_KEY is not.
-    api_keys: a file of keys, each of a tenant and with limits; "paged keys new" makes its lines, and SIGHUP
-        lets the server read it again. /health and /ready need no key.
-    admin_key: the key of the routes below /admin/, which list and end requests, pause the server and so on;
-        without it they are refused. Give it as PAGED_ADMIN_KEY or in the file.
+    root_path: the path under which a proxy serves this server, such as /llm.
+    api_key: a key for clients. Requests must carry one of the keys in the header Authorization, except to
+        /health, /ready, /version, /metrics and /openapi.json. All users of the machine can see a flag, for
+        example in ps; they cannot see PAGED_API_KEY.
+    api_keys: a file of keys, each with a tenant and limits. "paged keys new" makes a line of the file, and
+        SIGHUP makes the server read the file again. /health and /ready need no key.
+    admin_key: the key of the routes below /admin/, which list and end requests, pause the server and so on.
+        Without an admin key, these routes refuse all requests. Give the key as PAGED_ADMIN_KEY or in the
+        file.
     metrics_port: another port of the same host for /metrics, /health and /ready, which need no key there; 0
         takes a free one.
-    default_reservation: most tokens of an output that are reserved when a request begins, where its key has
-        tokens_per_minute; with api_keys by default 1,024.
+    default_reservation: maximum number of output tokens that a request reserves when it begins, if its key
+        has the limit tokens_per_minute; 1,024 by default with api_keys.
     allowed_hosts: a name under which clients may reach the server besides localhost, such as llm.example, or
-        * for all. The names are checked where this is given, and on a loopback address.
-    allowed_origins: a website whose pages may call the server from a browser, such as https://example.com,
-        or * for all.
-    served_model_name: the model's name in requests and responses, the first one in responses. The default is
-        what `paged serve` is given as MODEL.
+        * for all names. The server checks names if this is given, or if it listens on a loopback address.
+    allowed_origins: a website whose pages may call the server from a browser, such as https://example.com, or
+        * for all websites.
+    served_model_name: a name of the model for requests; responses have the first name. The default is MODEL
+        as given to `paged serve`.
     lora_modules: a LoRA adapter as NAME=PATH, one of several; requests choose it by NAME as their model. It
         needs enable_lora.
-    max_request_bytes: largest body of a request.
-    head_timeout_s: seconds in which the head of a request has to arrive, from its first byte or, of the first
-        request, from the connection.
-    body_timeout_s: seconds in which the body of a request has to arrive.
-    keep_alive_timeout_s: seconds after which a connection is closed that has no further request. It should be
-        longer than that of load balancers, so that they close their connections.
-    slow_client_timeout_s: seconds in which a client has to read some of a response that waits for it; then
-        its connection is cut, and its request ends.
-    max_connections: most open connections; further ones are refused. The default is what the system's limit
-        of open files has room for, at most 8,192.
-    max_logprobs: most log-probabilities that a request may ask for at each position.
+    max_request_bytes: maximum size of a request's body.
+    head_timeout_s: seconds in which the head of a request must arrive. They count from its first byte, or for
+        the first request from the connection.
+    body_timeout_s: seconds in which the body of a request must arrive.
+    keep_alive_timeout_s: seconds after which a connection without a further request is closed. The timeout
+        should be longer than a load balancer's, so that the load balancer closes its connections first.
+    slow_client_timeout_s: seconds after which a client that reads nothing of a waiting response loses its
+        connection, and its request ends.
+    max_connections: maximum number of open connections; further connections are refused. The default depends
+        on the system's limit of open files and is at most 8,192.
+    max_logprobs: maximum number of log-probabilities that a request may ask for at each position.
     chat_template: a Jinja template in place of the checkpoint's: a file, the template itself, the name of one
-        of several that the checkpoint has, or plain, which writes roles as words.
+        of the checkpoint's templates, or plain, which writes roles as words.
     default_chat_template_kwargs: variables of the chat template as a JSON object, for requests that do not
         give them.
-    trust_request_chat_template: let requests bring a chat template of their own.
-    enable_prompt_tokens_details: tell clients how many tokens of their prompts were in the prefix cache, from
-        which they may learn what others sent.
-    enable_auto_tool_choice: let the model decide whether to call a tool where tool_choice is "auto".
+    trust_request_chat_template: let requests contain their own chat template.
+    enable_prompt_tokens_details: tell clients how many tokens of their prompts were in the prefix cache.
+        Clients may learn from this number what others sent.
+    enable_auto_tool_choice: let the model decide whether to call a tool if tool_choice is "auto".
     tool_call_parser: the format in which the model writes tool calls, by a name of docs/tool-calls.md; auto
-        finds it out from the chat template, none reads no calls.
-    reasoning_parser: the format in which the model marks its reasoning; auto and none are as for tool calls.
-    ignore_builtin_tools: leave tools out of requests that hosted APIs have built in, such as a web search;
-        else they are refused.
-    response_store: bytes of memory for responses that previous_response_id goes on from, of which the
-        oldest leave; 0 stores none.
+        finds the format from the chat template, and none reads no calls.
+    reasoning_parser: the format in which the model marks its reasoning; auto and none work as for
+        tool_call_parser.
+    ignore_builtin_tools: ignore the built-in tools of hosted APIs in requests, such as a web search;
+        otherwise such requests are refused.
+    response_store: bytes of memory for responses that previous_response_id can continue. When they are full,
+        the oldest responses are dropped; 0 stores none.
     replicas: number of engine processes, each with its own GPU or share of the cores.
-    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for one that runs on this
-        machine, or "local" for one that is started here; without a value that of RAY_ADDRESS, else "local".
-    router: which replica gets a request: "round-robin", "least-loaded" or "prefix-aware".
-    stream_interval_s: longest time in seconds for which tokens of a stream are held back to be sent together,
-        where sending each by itself would take more than one percent of the time; 0 never holds back.
-    metrics_prefix: of the names at /metrics; vllm makes them those of vLLM.
-    log_format: of the line that each request writes to the log, "text" or "json".
+    ray: a Ray cluster whose nodes run the engine processes: HOST:PORT, "auto" for the cluster that runs on
+        this machine, or "local" to start a cluster here. The flag without a value takes RAY_ADDRESS, or
+        "local" if that is not set.
+    router: how the replica for a request is chosen: "round-robin", "least-loaded" or "prefix-aware".
+    stream_interval_s: maximum seconds for which tokens of a stream are held back to be sent together. They
+        are held back only if sending each token alone would take more than one percent of the time; 0 never
+        holds back.
+    metrics_prefix: the prefix of the names at /metrics; vllm gives the names of vLLM.
+    log_format: "text" or "json", the format of the line that each request writes to the log.
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
     page: serve a page at / to chat with the model and to watch the engine's blocks.
-    resume: let the requests of an engine process that ends go on in another one; else they end with an error.
-    max_restarts: how often a process is replaced within ten minutes, before
-        the server ends with exit code 1.
-    step_timeout: seconds after which a process whose step does not end is replaced.
-    drain_delay: seconds from SIGTERM, when /ready is 503, until new requests are refused; a load balancer
-        needs the interval of its checks.
-    drain_timeout: seconds from then on in which the requests in progress may finish, before they are ended.
+    resume: when an engine process dies, continue its requests in another process; otherwise they end with an
+        error.
+    max_restarts: how many times a replica's process is replaced within ten minutes. After that, the server
+        ends with exit code 1.
+    step_timeout: seconds after which a process is replaced because its step has not ended.
+    drain_delay: seconds from SIGTERM until new requests are refused. Meanwhile /ready returns 503; a load
+        balancer notices within the interval of its checks.
+    drain_timeout: seconds after drain_delay in which the requests in progress may finish before they are
+        ended.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -265,29 +272,29 @@ class ServeOptions:
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]:
-        """default_chat_template_kwargs as an object."""
+        """The parsed default_chat_template_kwargs."""
         return _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
 
     @property
     def is_exposed(self) -> bool:
-        """Whether other machines may reach the server and need no key."""
+        """Whether other machines may reach the server without a key."""
         return self.uds is None and not is_loopback(self.host) and not self.has_keys
 
     @property
     def checks_hosts(self) -> bool:
         """Whether requests must name a known host.
 
-        This protects a server on a loopback address from DNS rebinding: a website lets its name resolve to
-        this address, so that its pages can call the server from a browser on this machine.
+        This protects a server on a loopback address from DNS rebinding, where a website's name resolves to
+        the loopback address, so that its pages can call the server from a browser on this machine.
         """
         if "*" in self.allowed_hosts:
             return False
         return (self.uds is None and is_loopback(self.host)) or bool(self.allowed_hosts)
 
     def allows_host(self, header: str | None) -> bool:
-        """Return whether requests may name this host, which may have a port.
+        """Return whether requests may name this host, perhaps with a port.
 
-        header: None, as HTTP/1.0 allows, is not from a browser, which always names one.
+        header: None, as HTTP/1.0 allows, is accepted, since browsers always name a host.
         """
         if not self.checks_hosts or header is None:
             return True
@@ -297,7 +304,7 @@ class ServeOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host."""
+    """Return whether a host can be reached only from this machine."""
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
 
 

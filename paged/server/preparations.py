@@ -22,13 +22,13 @@ MOST_WAIT_S = 3600.0  # threads cannot wait for any length of time
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Preparation(Generic[T]):
-    """A request to prepare. Exactly one of `add`, `fail` and `give_up` is called, once.
+    """A request to prepare. Exactly one of `add`, `fail` and `give_up` is called, exactly once.
 
-    key: identifies it.
-    left_s: seconds left of its timeout_s; None sets no limit.
+    key: identifies the request.
+    left_s: the seconds left of the request's timeout_s; None sets no limit.
     prepare: called on one of the threads.
     add: called with the result of `prepare`.
-    fail: called with the error of `prepare`, or once timeout_s has passed, whatever the threads do.
+    fail: called with the error of `prepare`, or when timeout_s has passed, even if all threads are busy.
     give_up: called by `Preparations.drop`.
     """
 
@@ -42,9 +42,9 @@ class Preparation(Generic[T]):
 
 
 class Preparations(Generic[T]):
-    """The requests that are being prepared or wait for preparation. Thread-safe.
+    """The requests that are being prepared or wait for it. Thread-safe.
 
-    Tenants take turns: none gets a second thread while another one waits for its first.
+    Tenants take turns: no tenant gets a second thread while another waits for its first.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -72,7 +72,7 @@ class Preparations(Generic[T]):
         self._pool.submit(self._run_next)
 
     def drop(self, key: Hashable) -> None:
-        """Give a request up whose reader has left, if it is not prepared yet."""
+        """Give up a request whose reader has left, unless it has been prepared."""
         asked = self._unanswered.get(key)
         if asked is not None and self._take(asked):
             asked.give_up()

@@ -15,9 +15,9 @@ from .telemetry.records import RequestRecord
 
 
 class ResponseKey(NamedTuple):
-    """The key of a response.
+    """The key of a stored response.
 
-    owner: the tenant, or the key, that made it; "" without keys.
+    owner: the tenant or the key that made the response; "" without keys.
     """
 
     owner: str
@@ -40,7 +40,7 @@ class StoredResponse(NamedTuple):
 class ResponseInProgress:
     """A response that an engine is generating.
 
-    identity: the part of its id that is unique.
+    identity: the unique part of the response's id.
     created: seconds since 1970.
     """
 
@@ -51,9 +51,10 @@ class ResponseInProgress:
 
 
 class Responses:
-    """The stored responses, and those in progress. The least recently used stored ones are dropped first.
+    """The stored responses and the responses in progress. Stored responses are dropped when memory is short,
+    the least recently used first.
 
-    max_bytes: the most bytes of all stored responses together; 0 stores none.
+    max_bytes: maximum size of all stored responses together; 0 stores none.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -64,9 +65,7 @@ class Responses:
         self._lock = threading.Lock()  # large answers are made, and so stored, in another thread
 
     def store(self, key: ResponseKey, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
-        """Store a response, and drop others to make room. Return False if it is larger than the
-        whole store.
-        """
+        """Store a response, dropping others to make room. Return False if it is larger than the store."""
         made = StoredResponse(*(json.dumps(value).encode() for value in (body, [*messages])))
         with self._lock:
             self._remove(key)
@@ -79,7 +78,7 @@ class Responses:
         return True
 
     def find(self, key: ResponseKey) -> StoredResponse | None:
-        """Return a stored response; None if there is none."""
+        """Return the stored response with this key; None if there is none."""
         with self._lock:
             found = self._stored.get(key)
             if found is not None:
@@ -87,7 +86,7 @@ class Responses:
             return found
 
     def forget(self, key: ResponseKey) -> bool:
-        """Remove a stored response. Return whether there was one."""
+        """Remove the stored response with this key. Return whether there was one."""
         with self._lock:
             return self._remove(key)
 
@@ -98,7 +97,7 @@ class Responses:
 
     @contextmanager
     def in_progress(self, key: ResponseKey, response: ResponseInProgress) -> Iterator[None]:
-        """Make a response cancellable while this context lasts."""
+        """Register a response as in progress inside this context, so that it can be cancelled."""
         self._in_progress[key] = response
         try:
             yield
@@ -107,10 +106,10 @@ class Responses:
                 del self._in_progress[key]
 
     def find_in_progress(self, key: ResponseKey) -> ResponseInProgress | None:
-        """Return a response in progress; None if there is none."""
+        """Return the response in progress with this key; None if there is none."""
         return self._in_progress.get(key)
 
     def check(self) -> None:
-        """Every stored byte is counted, and they are no more than allowed."""
+        """Check that every stored byte is counted, and that the total is within the limit."""
         assert self.num_bytes == sum(stored.size for stored in self._stored.values())
         assert 0 <= self.num_bytes <= self.max_bytes

@@ -12,9 +12,10 @@ from ..base.validation import check_bool, check_int, check_number
 class RestartTerms:
     """The conditions under which engine processes are replaced.
 
-    resume: whether the requests of a process that ends go on in another one.
-    max_restarts: the most restarts of one engine within ten minutes. After more, no engine is available.
-    step_timeout: seconds after which a process counts as hanging if its step has not ended.
+    resume: whether the requests of a process that ends continue in another process.
+    max_restarts: maximum number of restarts of one engine within ten minutes. Beyond it, no engine is
+        available.
+    step_timeout: seconds after which a process counts as hung if its step has not ended.
 
     Raises ConfigError naming the value and what is allowed.
     """

@@ -13,12 +13,12 @@ WAITING_WEIGHT = 4  # as in the balancing of vLLM
 
 
 def load_of(num_tokens: int, *, has_output: bool) -> int:
-    """Return what an unfinished request adds to the load of its replica.
+    """Return the load that an unfinished request adds to its replica.
 
     num_tokens: the number of tokens in its prompt and its output so far.
-    has_output: whether its replica has sent a token of it. Until then its prompt must be computed, and the
-        first tokens of later requests wait for that. Decodes delay others little: each step has room for all
-        of them.
+    has_output: whether the replica has sent a token of the request. Before that, the prompt must be computed,
+        and the first tokens of later requests wait for it. Decodes delay others little, since each step has
+        room for all of them.
     """
     return num_tokens if has_output else WAITING_WEIGHT * num_tokens
 
@@ -27,14 +27,13 @@ class Router(Protocol):
     """Chooses a replica for each request."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """Return the number of a replica. Between two calls, replicas may have been added or the last ones
-        removed.
+        """Return the number of a replica. Between two calls, replicas may be added, or removed from the end.
 
         loads: for each replica, the sum of `load_of` over its unfinished requests.
         """
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica has cached, because it restarts or is removed."""
+        """Forget what was sent to a replica, because it restarts or is removed."""
 
 
 class RoundRobin:
@@ -49,26 +48,28 @@ class RoundRobin:
         return chosen
 
     def forget(self, replica: int) -> None:
-        """Do nothing: this router keeps no state about replicas."""
+        """Do nothing: this router has no state about single replicas."""
 
 
 class LeastLoaded:
-    """Chooses the replica with the lowest load, the first of equals."""
+    """Chooses the replica with the lowest load; of equal loads, the first."""
 
     def choose(self, token_ids: Sequence[int], loads: Sequence[int]) -> int:  # noqa: ARG002
         return loads.index(min(loads))
 
     def forget(self, replica: int) -> None:
-        """Do nothing: this router keeps no state."""
+        """Do nothing: this router has no state."""
 
 
 class PrefixAware:
     """Chooses the replica that was sent the longest prefix of the prompt in earlier requests.
 
-    If its load is more than MAX_RATIO times the lowest load plus MAX_EXTRA, chooses the least loaded.
+    If that replica's load is more than MAX_RATIO times the lowest load plus MAX_EXTRA, it chooses the least
+    loaded replica.
 
-    As in SGLang's and llm-d's routers, the choice rests on what was sent to each replica, not on what the
-    replica still caches: the MAX_PREFIXES most recently used blocks of block_size tokens are remembered.
+    As in SGLang's and llm-d's routers, the choice is based on what was sent to each replica, not on what the
+    replica still caches. The router remembers the MAX_PREFIXES most recently used blocks of block_size
+    tokens.
     """
 
     MAX_PREFIXES = 2**18
@@ -133,9 +134,9 @@ def new_router(name: str, block_size: int) -> Router:
 
 
 def choose_among(router: Router, token_ids: Sequence[int], loads: Sequence[int | None]) -> int:
-    """Return the index of a replica that can have requests.
+    """Return the index of a replica that accepts requests.
 
-    loads: see `Router.choose`; None for a replica that can have none. At least one can.
+    loads: see `Router.choose`; None for a replica that accepts no requests. At least one must accept them.
     """
     # A router knows replicas by their number; one that can have none is never the least loaded.
     known = [_MOST_LOAD if load is None else load for load in loads]

@@ -26,29 +26,29 @@ Beginning = frames.Generate | frames.Embed | frames.ScoreTokens  # an order that
 
 
 class Carrier(Protocol):
-    """The process that has a request, as the request sees it."""
+    """The process that computes a request, as the request sees it."""
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone, or that moves to another process."""
+        """Abort a request that has lost its reader, or that moves to another process."""
 
     def end(self, request: SentRequest) -> None:
-        """Abort an unfinished request whose reader waits for its last output."""
+        """Abort an unfinished request. Its reader still gets a last output."""
 
 
 class Keeper(Protocol):
     """The object that sends requests to processes, as a request sees it."""
 
     def next_key(self) -> int:
-        """Return a new number by which frames name a request."""
+        """Return a new number that identifies a request in frames."""
 
     def unfinished(self, request_id: str) -> SentRequest | None:
-        """Return a request; None if it has finished, perhaps unread."""
+        """Return the request with this id; None if it has finished, perhaps unread."""
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone."""
+        """Abort a request that has lost its reader."""
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Call a function in the event loop: at once if that runs here, otherwise soon."""
+        """Call a function in the event loop: soon, or at once if this thread runs the loop."""
 
 
 @dataclass(slots=True)
@@ -117,20 +117,20 @@ def _moved(known: float | None, told: float | None, later: float) -> float | Non
 
 
 class SentRequest:
-    """A request that an engine process computes or will compute, and its outputs. A `RequestHandle`.
+    """The `RequestHandle` of a request that an engine process computes or will compute.
 
-    It keeps what another process needs to continue it: the order, and the outputs received so far.
+    It stores what another process needs to continue the request: the order and the outputs received so far.
 
-    order: the order that begins the request; for a fork, it is known once the parent's tokens are.
-    params: the sampling parameters; for an order to generate only.
-    fork: the order of a fork.
-    is_bound: whether no other process can continue it.
-    connection: the process that has it; None while it waits for one.
-    was_sent: whether any process has ever had it.
-    has_waited: whether it has ever waited for a process.
-    suspicion: whether it may be what kills its processes.
-    has_left: whether it has left a process unfinished, because the process ended or gave it up.
-    timer: ends it if it waits too long.
+    order: the order that begins the request; for a fork, it is known once the parent's tokens are known.
+    params: the sampling parameters, if the order is to generate tokens.
+    fork: the order of a fork; None for other requests.
+    is_bound: whether no other process can continue the request.
+    connection: the process that computes the request; None while it waits for a process.
+    was_sent: whether the request was ever sent to a process.
+    has_waited: whether the request has ever waited for a process.
+    suspicion: whether the request may be killing its processes.
+    has_left: whether the request has left a process unfinished, because the process ended or gave it up.
+    timer: ends the request if it waits too long.
     """
 
     def __init__(
@@ -167,17 +167,17 @@ class SentRequest:
     # Of its reader
 
     async def get(self) -> RequestOutput:
-        """Return the next output. The previous one then no longer counts as held."""
+        """Return the next output. The memory of the previous output is released."""
         self.inbox.release()
         return await self.inbox.get()
 
     async def result(self) -> Any:
-        """Return the result of a request for a report on a prompt."""
+        """Return the result of a request that only reports on its prompt."""
         await self.inbox.wait()
         return self.inbox.result
 
     def close(self) -> None:
-        """Abort the request if it is unfinished, and drop what is held for it. Any thread may call this."""
+        """Abort the request if it is unfinished, and free its unread outputs. Any thread may call this."""
         self._keeper.call_in_loop(self._close)
 
     def _close(self) -> None:
@@ -189,7 +189,7 @@ class SentRequest:
 
     @property
     def key(self) -> int:
-        """The number by which frames name it since it was last sent."""
+        """The number that has identified the request in frames since it was last sent."""
         return self.order.key
 
     @property
@@ -204,30 +204,30 @@ class SentRequest:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left of its timeout_s, which counts from its arrival."""
+        """The seconds left of the request's timeout_s, which counts from its arrival."""
         return None if self._deadline is None else self._deadline.left_s
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the request may have killed the processes that had it."""
+        """Whether the request may have killed the processes that computed it."""
         return self.suspicion.is_there and self.follows is None  # a fork begins beside its parent
 
     @property
     def follows(self) -> str | None:
-        """The id of the parent whose process must get a fork, until the fork's tokens are known."""
+        """The id of a fork's parent, whose process must get the fork, until the fork's tokens are known."""
         return None if self.fork is None or self._has_output else self.fork.request_id
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another process can generate the same tokens."""
+        """Whether another process can continue the request with the same tokens."""
         if self.is_bound:
             return False
         return self.follows is None or self._keeper.unfinished(self.follows) is not None
 
     def next_order(self) -> Beginning | frames.Fork:
-        """Return the order for the next process that gets the request.
+        """Return the order to send to the next process that gets the request.
 
-        Each time it is sent it has a new key, because an output for an earlier key may still be on its way.
+        The order has a new key each time, because an output for an earlier key may still be on its way.
         """
         self._times.on_send()
         self.suspicion.on_send()
@@ -263,7 +263,7 @@ class SentRequest:
         ]
 
     def take(self, new: frames.Output) -> frames.Output:
-        """Record an output. Return it as the first process would have sent it."""
+        """Record an output. Return it as if the first process had sent it."""
         self._has_output = True
         if self._num_cached_tokens is None:
             self._num_cached_tokens = new.num_cached_tokens
@@ -290,7 +290,7 @@ class SentRequest:
         return [every[index] for index in sorted(every)]
 
     def aborted(self) -> frames.Output:
-        """Return the last output of a request that ends while no process has it."""
+        """Return the last output of a request that is aborted while no process computes it."""
         left = []
         for index, sample in enumerate(self._samples):
             if sample.end is None:
@@ -301,7 +301,7 @@ class SentRequest:
         return self.take(frames.Output(self.key, left, True, None, None))
 
     def cancel_timer(self) -> None:
-        """Stop the timer that ends it while it waits."""
+        """Stop the timer that ends the request while it waits."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None

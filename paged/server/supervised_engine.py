@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 
 def next_pause(pause_s: float) -> float:
-    """Return the seconds to wait before the next start, after a start that waited pause_s has failed."""
+    """Return the seconds to wait before the next start. The last one, after pause_s, has failed."""
     return min(MOST_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
 
 
 class SupervisedEngine:
-    """An engine whose process is replaced when it ends. An `EngineReplica`.
+    """An `EngineReplica` whose process is replaced when it ends.
 
-    connection: the connection to its newest process.
-    is_up: whether that process serves.
-    is_leaving: whether its process is about to end, and gets no new requests.
-    error: the error of every call, once the supervisor has ended.
-    num_resumed: how many requests came to it from another process.
+    connection: the connection to the newest process.
+    is_up: whether the newest process serves requests.
+    is_leaving: whether the process is about to end and gets no new requests.
+    error: the error that every call raises once the supervisor has ended.
+    num_resumed: how many requests another process had begun.
     """
 
     def __init__(self, start: frames.Start, owner: Owner, launcher: Launcher) -> None:
@@ -69,7 +69,7 @@ class SupervisedEngine:
 
     @property
     def dead(self) -> EngineDeadError | None:
-        """The error of every call, once no process will serve any more."""
+        """The error that every call raises once no process will serve any more."""
         return self.error
 
     def check(self) -> None:
@@ -80,9 +80,9 @@ class SupervisedEngine:
     # Starts
 
     def wait_ready(self, max_restarts: int) -> frames.Ready:
-        """Wait until a process has made its engine. Raises the error of `LLMEngine`, and EngineDeadError.
+        """Wait until a process has made its engine. Raises the errors of `LLMEngine`, and EngineDeadError.
 
-        If the process is killed meanwhile, it is started again, at most `max_restarts` times.
+        A process that is killed meanwhile is started again, at most `max_restarts` times.
         """
         pause_s = 0.0
         while True:
@@ -111,7 +111,7 @@ class SupervisedEngine:
         return self._first
 
     def on_death(self) -> Death:
-        """Keep the totals of a process that has ended or is about to."""
+        """Keep the totals of a process that has ended or is about to end. Return its death."""
         self._death = death = Death()
         self._earlier = self._counted(self.connection.stats)
         self.is_up = False
@@ -119,13 +119,13 @@ class SupervisedEngine:
         return death
 
     def may_restart(self, most: int) -> bool:
-        """Return whether fewer than `most` restarts within RESTART_WINDOW_S count."""
+        """Return whether fewer than `most` restarts count within RESTART_WINDOW_S."""
         while self._restarts and time.monotonic() - self._restarts[0].at > RESTART_WINDOW_S:
             self._restarts.popleft()
         return sum(death.counts for death in self._restarts) < most
 
     def begin_restart(self) -> EngineConnection:
-        """Start another process in place of one that has ended or whose start has failed."""
+        """Start a process to replace one that has ended, or whose start has failed."""
         self._restarts.append(self._death or Death())
         self._death = None
         self._num_restarts += 1
@@ -136,19 +136,19 @@ class SupervisedEngine:
         return self.connection
 
     def has_share_of(self, num_sharing: int) -> bool:
-        """Return whether its processes have the share of cores that one of `num_sharing` engines gets."""
+        """Return whether the process has the share of cores that one of `num_sharing` engines gets."""
         assert self._first is not None
         return self._first.device != "cpu" or self._start.num_replicas == num_sharing
 
     def begin_with_share_of(self, num_sharing: int) -> EngineConnection:
-        """After a process has ended, start another one with the share of one of `num_sharing` engines."""
+        """Start a process with the share of one of `num_sharing` engines, after the last one has ended."""
         self._start = msgspec.structs.replace(self._start, num_replicas=num_sharing)
         return self._begin()
 
     def begin_another(self, replica: int, num_sharing: int, earlier: EngineStats | None) -> SupervisedEngine:
-        """Start the first process of another engine that must be like this one, with its own number.
+        """Start the first process of another engine that is like this one but has its own number.
 
-        earlier: the engine that had this number before, whose totals continue.
+        earlier: the stats of an earlier engine with this number. Its totals continue.
         """
         options = dict(self._start.options)
         start = msgspec.structs.replace(
@@ -165,11 +165,11 @@ class SupervisedEngine:
 
     @property
     def most_start_s(self) -> float:
-        """The longest time in seconds that a start may take."""
+        """Maximum time in seconds that a start may take."""
         return max(LEAST_START_S, MOST_START_RATIO * self._start_s)
 
     def on_ready(self, ready: frames.Ready) -> None:
-        """Let a new process serve. Raises ConfigError if its engine differs from the first."""
+        """Let a new process serve. Raises ConfigError if its engine differs from the first one."""
         first = self._first
         assert first is not None
         for name in ("max_model_len", "block_size"):
@@ -183,7 +183,7 @@ class SupervisedEngine:
             self.connection.tell(frames.Weigh(weights))
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Divide the engine among tenants by these weights. Later processes use them too."""
+        """Divide the engine's service among tenants by these weights, also in later processes."""
         self._start.options["tenant_weights"] = dict(weights)
         if self.is_up:
             self.connection.tell(frames.Weigh(dict(weights)))
@@ -197,7 +197,7 @@ class SupervisedEngine:
 
     @property
     def num_queued_tokens(self) -> int:
-        """The tokens of its waiting requests, as of its last heartbeat."""
+        """The number of tokens in waiting requests, as of the last heartbeat."""
         return self.connection.stats.num_queued_tokens
 
     @property
@@ -207,7 +207,7 @@ class SupervisedEngine:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not well; None while it serves, or is replaced in time."""
+        """What is wrong with the engine; None while it serves or is replaced in time."""
         name = self.connection.name
         if self.is_up and self.connection.silent_s > HANG_S:
             silent_s = self.connection.silent_s
@@ -217,7 +217,7 @@ class SupervisedEngine:
         return f"{name} ended {down_s:.0f} s ago, and no other one has its engine yet; the log says why"
 
     def why_hung(self, step_timeout: float) -> str | None:
-        """Return why its process is taken to hang; None if it is not."""
+        """Return why the process counts as hung; None if it does not."""
         connection = self.connection
         if connection.silent_s > HANG_S:
             return f"has sent nothing for {connection.silent_s:.0f} s: it hangs"
@@ -228,7 +228,7 @@ class SupervisedEngine:
     # Figures
 
     async def ask(self) -> EngineStats:
-        """Return the current stats. If the process is replaced meanwhile, return its last stats."""
+        """Return the current stats; the last stats if the process is replaced meanwhile."""
         connection = self.connection
         if self.is_up:
             try:
@@ -242,7 +242,7 @@ class SupervisedEngine:
         return self.stats
 
     async def picture(self) -> EnginePicture:
-        """Return a picture of its next step. Raises EngineDeadError, also while the process is replaced."""
+        """Return a picture of the next step. Raises EngineDeadError, also while the process is replaced."""
         self.check()
         if not self.is_up:
             raise EngineDeadError(f"{self.connection.name} is being replaced")
@@ -250,7 +250,7 @@ class SupervisedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """The stats as of the last heartbeat. Totals continue from process to process."""
+        """The stats as of the last heartbeat. Totals continue across processes."""
         return self._counted(self.connection.stats if self.is_up else None)
 
     def _counted(self, stats: EngineStats | None) -> EngineStats:

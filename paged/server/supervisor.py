@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Engines in processes of their own, which are replaced when they end, and all unfinished requests.
+    """Engines in separate processes, which are replaced when they end, and all unfinished requests.
 
     A request waits here while no process can take it. If two processes die while computing a request, the
-    request is a suspect: it is computed alone until it has run longer than before. If two more processes die
-    meanwhile, the request fails as the cause of all these deaths, which then do not count as restarts.
+    request becomes a suspect: it is computed alone until it has run longer than before. If two more processes
+    die during that time, the request fails as the cause, and none of these deaths counts as a restart.
 
-    removed: the stats of the engines that were removed, by number, with the totals as they left.
+    removed: the last stats of removed engines, by number.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Supervisor:
             raise
 
     def wait_ready(self) -> list[frames.Ready]:
-        """Wait until all engines are made. Raises the error of `LLMEngine`, and EngineDeadError."""
+        """Wait until all engines are made. Raises the errors of `LLMEngine`, and EngineDeadError."""
         ready = [replica.wait_ready(self._terms.max_restarts) for replica in self.replicas]
         self._router = new_router(self._router_name, ready[0].block_size)
         return ready
 
     async def attach(self) -> None:
-        """Bind the supervisor to the running event loop. Raises UsageError in another one."""
+        """Bind the supervisor to the running event loop. Raises UsageError if it is bound to another loop."""
         loop = asyncio.get_running_loop()
         if self._attached is None:
             self._loop = loop
@@ -102,17 +102,15 @@ class Supervisor:
     # Requests
 
     def next_key(self) -> int:
-        """Return a new number by which frames name a request."""
+        """Return a new number that identifies a request in frames."""
         return next(self._keys)
 
     def unfinished(self, request_id: str) -> SentRequest | None:
-        """Return a request; None if it has finished, perhaps unread."""
+        """Return the request with this id; None if it has finished, perhaps unread."""
         return self._requests.get(request_id)
 
     def choose(self, token_ids: Sequence[int]) -> SupervisedEngine | None:
-        """Return the engine for a prompt; None while every engine is being replaced or computes
-        a suspect alone.
-        """
+        """Return an engine for a prompt; None if all are being replaced or compute a suspect alone."""
         replicas = [each for each in self.replicas if self._is_open(each) and not each.is_leaving]
         if not replicas:
             return None
@@ -129,8 +127,8 @@ class Supervisor:
     def begin(self, request: SentRequest, replica: SupervisedEngine | None) -> None:
         """Send a new request to an engine, or queue it until one is available.
 
-        Raises RequestError if a value cannot be sent, QueueFullError if max_waiting requests wait already,
-        and EngineDeadError.
+        Raises RequestError if a value cannot be sent, QueueFullError if max_waiting requests are already
+        waiting, and EngineDeadError.
         """
         self.check()
         if request.request_id in self._requests:
@@ -148,20 +146,20 @@ class Supervisor:
         self._requests[request.request_id] = request
 
     def fork(self, request: SentRequest, parent: SentRequest) -> None:
-        """Send the fork of a request to the process that has it."""
+        """Send the fork of a request to the process that computes the request."""
         if parent.connection is None:
             self.begin(request, None)
         else:
             self.begin(request, self.replicas[parent.replica])
 
     def abort(self, request: SentRequest) -> None:
-        """Abort a request whose reader is gone."""
+        """Abort a request that has lost its reader."""
         if request.connection is not None:
             request.connection.abort(request)
         self._forget(request)
 
     def end(self, request_id: str) -> None:
-        """Abort an unfinished request, if it exists, whose reader waits for its last output."""
+        """Abort an unfinished request, if it exists. Its reader still gets a last output."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -273,7 +271,7 @@ class Supervisor:
             self._dispatch()
 
     def on_progress_alone(self, connection: EngineConnection) -> None:
-        """If the suspect has run long enough, let the next suspect run alone, or else all other requests."""
+        """If the suspect has run long enough, compute the next suspect alone, or else all other requests."""
         request = self._alone
         if request is None or request.connection is not connection:
             return
@@ -286,7 +284,7 @@ class Supervisor:
         self._dispatch()
 
     def on_pause_alone(self, connection: EngineConnection) -> None:
-        """Let other requests run while the reader of a suspect is slow."""
+        """If the reader of a suspect is slow, let other requests run meanwhile."""
         request = self._alone
         if request is not None and request.connection is connection and request.inbox.account.is_paused:
             self._set_alone(None)
@@ -301,7 +299,7 @@ class Supervisor:
         self._wait(request)
 
     def on_death(self, connection: EngineConnection) -> None:
-        """Replace a process that has ended, and queue its requests for another one."""
+        """Replace a process that has ended. Let its requests wait for another process."""
         replica = next((each for each in self.replicas if each.connection is connection), None)
         requests = connection.take_requests()
         error = connection.dead
@@ -419,11 +417,12 @@ class Supervisor:
     # More and fewer engines
 
     async def resize(self, num: int, num_sharing: int) -> None:
-        """Add engines, or remove those with the highest numbers, while requests run.
+        """Add engines, or remove the engines with the highest numbers, while requests run.
 
-        num_sharing: how many engines share a machine.
+        num_sharing: the number of engines that share the machine.
 
-        Raises ConfigError if there is no room for more, EngineDeadError, and the errors of `LLMEngine`.
+        Raises ConfigError if there is no room for more engines, EngineDeadError, and the errors of
+        `LLMEngine`.
         """
         # What has begun goes on, also if none waits for it any more.
         task = asyncio.get_running_loop().create_task(self._resize(num, num_sharing))
@@ -510,7 +509,7 @@ class Supervisor:
     # Hangs and ends
 
     def look(self) -> None:
-        """End the processes that hang."""
+        """End processes that hang."""
         now = time.monotonic()
         is_late = now - self._looked_at > 2 * LOOK_S
         self._looked_at = now
@@ -528,7 +527,7 @@ class Supervisor:
         self.replicas[0].check()
 
     def close(self) -> None:
-        """End all processes, from any thread. Readers get EngineDeadError."""
+        """End all processes. Any thread may call this. Readers get EngineDeadError."""
         self._is_closed = True
         self.call_in_loop(self._shut_down)
         for replica in (*self.replicas, *self._new):
@@ -550,7 +549,7 @@ class Supervisor:
             self._fail(request, error)
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Call a function in the event loop: at once if that runs here, otherwise soon."""
+        """Call a function in the event loop: soon, or at once if this thread runs the loop."""
         call_in_loop(self._loop, function)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 from ..architectures.config import ModelConfig
-from ..architectures.spec import FeedForwardSpec, LayerSpec
+from ..architectures.spec import ExpertsSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..base.validation import check_number
 from ..model.part import ModelPart, Shard
@@ -24,11 +24,11 @@ from ..scheduler.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The layers of a rank, and its part of the tables.
+    """The layers that a rank computes, and its part of the tables.
 
-    model: the config with these layers alone, each as wide as the rank's shard of it.
-    num_head_params: how many weights of the output head it multiplies by; 0 before the last stage.
-    num_table_params: how many weights of embedding, head and positions it holds.
+    model: the config with only these layers, each reduced to the rank's shard.
+    num_head_params: how many weights of the output head the rank multiplies by; 0 before the last stage.
+    num_table_params: how many weights of embedding, head and positions the rank holds.
     """
 
     model: ModelConfig
@@ -39,7 +39,7 @@ class Portion:
     def of(cls, model: ModelConfig, part: ModelPart | None = None) -> Self:
         """Return the portion of the model that one rank computes.
 
-        part: the rank's part; None is the whole model.
+        part: the rank's part of the model; None is the whole model.
         """
         part = part or ModelPart.whole(model.num_layers)
         shard = part.shard
@@ -60,16 +60,16 @@ class Portion:
 
     @property
     def num_step_params(self) -> int:
-        """The number of weights that a step of many tokens reads."""
+        """The number of weights that a step with many tokens reads."""
         return self.model.num_layer_params + self.num_head_params
 
 
 def _shard_of(layer: LayerSpec, shard: Shard) -> LayerSpec:
     """Return what a shard computes of a layer. One with experts is never divided."""
     mlp = layer.feed_forward
-    if shard.is_whole or not isinstance(mlp, FeedForwardSpec):
+    if shard.is_whole or isinstance(mlp, ExpertsSpec):
         return layer
-    own = replace(mlp, size=len(shard.share(mlp.size)))
+    own = mlp and replace(mlp, size=len(shard.share(mlp.size)))
     attention = layer.attention and shard.attention(layer.attention)
     return replace(
         layer, attention=attention, state=layer.state and shard.state(layer.state), feed_forward=own
@@ -78,7 +78,7 @@ def _shard_of(layer: LayerSpec, shard: Shard) -> LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """Peak figures of one GPU. Kernels reach a share of them: see the efficiencies of `FleetConfig`.
+    """Peak figures of one GPU. Kernels reach only a share of them, see the efficiencies in `FleetConfig`.
 
     tflops: dense bfloat16 on the matrix units, in 10^12 operations per second.
     memory_gb_per_s: bandwidth of the GPU's memory, in 10^9 bytes per second.
@@ -86,7 +86,7 @@ class DataSheet:
     link_gb_per_s: bandwidth to the host in one direction, in 10^9 bytes per second.
     target: what kernels are compiled for.
     peer_gb_per_s: bandwidth to GPUs of the same machine in one direction, by NVLink or Infinity Fabric; 0
-        without.
+        without either.
     """
 
     tflops: float
@@ -98,7 +98,7 @@ class DataSheet:
 
     @property
     def has_e4m3(self) -> bool:
-        """Whether the engine supports kv_cache_dtype "fp8" on it."""
+        """Whether the engine supports kv_cache_dtype "fp8" on this GPU."""
         return self.target.startswith("sm_") and int(self.target[3:]) >= 89
 
 
@@ -115,10 +115,11 @@ DATA_SHEETS = {
 
 
 class Work(NamedTuple):
-    """The amount of work of a step. context and pairs are means over layers, whose windows may differ.
+    """The amount of work of a step. `context` and `pairs` are means over layers, since their windows may
+    differ.
 
-    context: tokens whose K and V are read, including the step's own; each sequence reads its own once.
-    pairs: pairs of a query and a key that it attends to.
+    context: number of tokens whose K and V are read, including the step's own tokens.
+    pairs: number of pairs of a query and a key that the query attends to.
     """
 
     num_tokens: int
@@ -133,14 +134,14 @@ WindowShares = Sequence[tuple[int | None, float]]
 
 
 def window_shares(model: ModelConfig) -> WindowShares:
-    """Return the sliding windows of a model, each with its share of the layers that have attention."""
+    """Return the sliding windows of a model, each with its share of the layers with attention."""
     windows = Counter(attention.window for attention in model.attentions.values())
     num_layers = max(1, len(model.attentions))  # a stage may have none
     return [(window, n / num_layers) for window, n in windows.items()]
 
 
 def work_of(schedule: Schedule, windows: WindowShares) -> Work:
-    """Return the work of a step. Call it before `Scheduler.update` counts the step's tokens as computed."""
+    """Return the work of a step. Call this before `Scheduler.update` counts the step's tokens as computed."""
     computed = schedule.num_computed_tokens
     means = _mean_attention(computed, schedule.num_new_tokens, schedule.num_decode_tokens, windows)
     num_sampled = len(schedule.sampled) + sum(map(len, schedule.drafts))
@@ -148,13 +149,13 @@ def work_of(schedule: Schedule, windows: WindowShares) -> Work:
 
 
 def decode_work(num_seqs: int, length: int, windows: WindowShares) -> Work:
-    """Return the work of a step in which num_seqs sequences of this length decode one token each."""
+    """Return the work of a step in which num_seqs sequences of `length` tokens decode one token each."""
     means = _mean_attention([length - 1] * num_seqs, [1] * num_seqs, num_seqs, windows)
     return Work(num_seqs, num_seqs, num_seqs, *means)
 
 
 def prompt_work(length: int, max_step_tokens: int, windows: WindowShares) -> list[Work]:
-    """Return the work of the steps that compute one prompt alone."""
+    """Return the work of each step that computes one prompt alone."""
     steps = []
     for start in range(0, length, max_step_tokens):
         new = min(max_step_tokens, length - start)
@@ -194,7 +195,7 @@ def _attention(
 
 
 class WorkCost(Protocol):
-    """A cost model for steps."""
+    """A cost model for steps: their duration in seconds."""
 
     def seconds(self, work: Work) -> float:
         """Return the seconds that this work takes."""
@@ -203,18 +204,18 @@ class WorkCost(Protocol):
 class Roofline:
     """The roofline model of Williams et al., 2009: overhead + max(flops / peak, bytes / bandwidth).
 
-    flops: 2 per weight of the layers and token, 2 per weight of the output head and sampled token, and 2 per
-        dimension of the keys and values of a head, and query-key pair.
-    bytes: all weights except the embedding once, K and V of the context, and K and V of the new tokens.
-        Experts count if the step's tokens choose them, when all experts are equally likely.
+    flops: 2 for each weight of the layers and token, 2 for each weight of the output head and sampled token,
+        and 2 for each dimension of a head's keys and values and each query-key pair.
+    bytes: all weights once, except the embedding; K and V of the context; and K and V of the new tokens.
+        Experts are counted as often as the step's tokens choose them, if all experts are equally likely.
 
-    Norms, biases and activations (about one percent) are not counted. Most tokens of a prompt skip a part of
-    the last layer, which is not counted either.
+    Norms, biases and activations (about one percent) are not counted, nor is it counted that most tokens of a
+    prompt skip a part of the last layer.
 
-    portion: what computes the step: a whole model, or a rank's part of one.
-    kv_bytes: bytes of K and V of one token over all layers.
+    portion: the part of the model that computes the step.
+    kv_bytes: bytes of one token's K and V in all layers.
     overhead: seconds per step for launches, scheduling and sampling.
-    flops_efficiency, bandwidth_efficiency: the share of the data sheet's figures that kernels reach.
+    flops_efficiency, bandwidth_efficiency: the shares of the data sheet's figures that kernels reach.
     weight_bytes: the bytes of weights that a step reads; None computes them from the config.
     """
 
@@ -248,7 +249,7 @@ class Roofline:
         self._overhead = overhead
 
     def seconds(self, work: Work) -> float:
-        """Return how many seconds the step takes."""
+        """Return the duration of the step in seconds."""
         flops = (
             self._flops_per_token * work.num_tokens
             + self.flops_per_sample * work.num_sampled
@@ -265,13 +266,13 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients:
-    """A linear fit to measured steps, as `python -m benchmarks.simulate` makes one.
+    """A linear fit to measured step times, as made by `python -m benchmarks.simulate`.
 
     step_s: seconds per step.
     token_s: seconds per computed token.
     seq_s: seconds per sequence in the step.
     context_s: seconds per token whose K and V are read.
-    pair_s: seconds per pair of a query and a key that it attends to.
+    pair_s: seconds per pair of a query and a key that the query attends to.
     """
 
     step_s: float
@@ -282,7 +283,7 @@ class Coefficients:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Read a JSON object with these names. Raises ConfigError naming the file."""
+        """Read a JSON object with these names from a file. Raises ConfigError naming the file."""
         names = [field.name for field in fields(cls)]
         try:
             given = json.loads(file.read_bytes())
@@ -295,17 +296,17 @@ class Coefficients:
         return cls(**given)
 
     def divided(self, share: float) -> Coefficients:
-        """Return the cost model of a process that does a share of the work."""
+        """Return the cost model of a process that does this share of the work."""
         return Coefficients(**{field.name: share * getattr(self, field.name) for field in fields(self)})
 
     def seconds(self, work: Work) -> float:
-        """Return how many seconds the step takes."""
+        """Return the duration of the step in seconds."""
         computed = self.token_s * work.num_tokens + self.seq_s * work.num_seqs
         return self.step_s + computed + self.context_s * work.context + self.pair_s * work.pairs
 
 
 class StepCost:
-    """The duration of a step on one device: its computation, and the swapping and copying of blocks."""
+    """The duration of a step on one device: for computing, and for swapping and copying blocks."""
 
     def __init__(self, compute: WorkCost, model: ModelConfig, sheet: DataSheet, block_bytes: int) -> None:
         self._compute = compute
@@ -315,7 +316,7 @@ class StepCost:
         self._memory_bytes_per_s = sheet.memory_gb_per_s * 1e9
 
     def seconds(self, schedule: Schedule) -> float:
-        """Return how many seconds the step takes."""
+        """Return the duration of the step in seconds."""
         seconds = 0.0
         if schedule.requests:
             seconds = self._compute.seconds(work_of(schedule, self._windows))
@@ -331,31 +332,33 @@ class StepCost:
 
 
 def element_bytes(model: ModelConfig) -> int:
-    """Return the bytes of one weight in floats."""
+    """Return the size of one float weight in bytes."""
     return 4 if model.dtype == "float32" else 2
 
 
 def layer_bytes(model: ModelConfig) -> float:
-    """Return the bytes of all weights of the layers."""
+    """Return the size of all weights of the layers in bytes."""
     return model.num_layer_params * (model.layer_bits or 8 * element_bytes(model)) / 8
 
 
 def table_bytes(model: ModelConfig, num_params: int) -> float:
-    """Return the bytes of num_params weights of embedding and head."""
+    """Return the size in bytes of num_params weights of embedding and head."""
     return num_params * (model.table_bits or 8 * element_bytes(model)) / 8
 
 
 def weight_bytes(portion: Portion) -> float:
-    """Return the bytes of all weights that a rank holds."""
+    """Return the size in bytes of all weights that a rank holds."""
     return layer_bytes(portion.model) + table_bytes(portion.model, portion.num_table_params)
 
 
 def blocks_that_fit(
     portion: Portion, sheet: DataSheet, utilization: float, block_bytes: int, all_state_bytes: int = 0
 ) -> int:
-    """Return how many blocks fit beside a rank's weights. Raises ResourceError if none does.
+    """Return how many blocks fit in memory in addition to a rank's weights. Raises ResourceError if none
+    fits.
 
-    utilization: the share of the GPU's memory that may be used. all_state_bytes: those of all sequences.
+    utilization: the share of the GPU's memory that may be used. all_state_bytes: the bytes of the recurrent
+        states of all sequences.
     """
     usable_gib = sheet.memory_gib * utilization
     weights = weight_bytes(portion)

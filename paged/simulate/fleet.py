@@ -33,9 +33,9 @@ _MOST_VAIN_DEATHS = 1000  # of replicas with requests, one after another, withou
 class Event(NamedTuple):
     """A future event. Events are ordered by time, then by the other fields.
 
-    number: of the request (NEXT_TURN) or replica (DEATH, RESTART, STEP).
-    life: how often the replica had died, as a step of an earlier life is lost.
-    arrival: of ARRIVAL and NEXT_TURN.
+    number: the number of the request (NEXT_TURN) or replica (DEATH, RESTART, STEP).
+    life: how many times the replica had died. A step that began before a death is lost.
+    arrival: the arrival, for ARRIVAL and NEXT_TURN.
     """
 
     time: float
@@ -49,25 +49,27 @@ class Event(NamedTuple):
 class FleetConfig:
     """The hardware of a fleet, its router, and the assumptions of the cost model.
 
-    gpu: name of a GPU, in any case; its data sheet gives compute, bandwidth, memory and link to the host.
-    replicas: number of engines, each with a GPU of its own, or as many as it has ranks.
-    slice: simulate only so many of the replicas, with their share of the rate, and multiply the throughput:
-        for fleets of hundreds. None simulates all.
-    router: "round-robin"; "least-loaded", the fewest tokens of unfinished requests, of which those without
-        an output count four times; "prefix-aware", the replica that was sent most of the prompt before,
-        unless its load is too high.
-    coefficients: a JSON file with step_s, token_s, seq_s, context_s and pair_s, measured seconds that replace
-        those of the data sheet; None takes the data sheet.
+    gpu: name of a GPU, in upper or lower case; its data sheet gives compute, bandwidth, memory and link to
+        the host.
+    replicas: number of engines, each with as many GPUs as it has ranks.
+    slice: for fleets of hundreds: simulate only this many replicas, with their share of the rate, and scale
+        the throughput up. None simulates all.
+    router: "round-robin"; "least-loaded", the replica with the fewest tokens of unfinished requests, where
+        requests without an output count four times; "prefix-aware", the replica that was sent most of the
+        prompt before, unless its load is too high.
+    coefficients: a JSON file with measured seconds step_s, token_s, seq_s, context_s and pair_s, to use
+        instead of the data sheet; None takes the data sheet.
     flops_efficiency: share of the data sheet's compute that kernels reach.
     bandwidth_efficiency: share of the data sheet's bandwidth that kernels reach.
     step_overhead: milliseconds per step for launches, scheduling and sampling.
-    speculative_acceptance: the shares of guessed tokens that are accepted, by their place, such as
-        0.8,0.6,0.4: then each decode verifies as many guesses. They do not rise, as in vLLM's acceptance per
-        position: a guess counts where all before it are right.
-    link: between the ranks of a replica: nvlink, pcie, 100gbe, 10gbe, or GB/s and microseconds such as
-        12.5,200. None takes nvlink where the GPU has it, else pcie.
-    mtbf: mean seconds until a replica dies, at random: its requests move to others. None lets none die.
-    restart_s: seconds from a death until the replica serves again, with an empty cache.
+    speculative_acceptance: the share of guesses that are accepted at each position, such as 0.8,0.6,0.4. Each
+        decode then verifies that many guesses. The shares must not rise, because a guess is accepted only if
+        all guesses before it are (vLLM's acceptance per position).
+    link: the link between the ranks of a replica: nvlink, pcie, 100gbe, 10gbe, or GB/s and microseconds such
+        as 12.5,200. None takes nvlink if the GPU has it, else pcie.
+    mtbf: mean seconds until a replica dies at random; its requests then move to other replicas. None lets
+        none die.
+    restart_s: seconds from a replica's death until it serves again, with an empty cache.
 
     The defaults of efficiencies and step_overhead are assumptions, not measurements. Raises ConfigError.
     """
@@ -118,7 +120,10 @@ class FleetConfig:
         return self.slice or self.replicas
 
     def stages(self, sizes: Sequence[Sizes]) -> list[StageCost]:
-        """Return the stages of a replica on these GPUs. sizes: of a rank of each."""
+        """Return the stages of a replica on these GPUs.
+
+        sizes: for each stage, the sizes of one of its ranks.
+        """
         coefficients = None if self.coefficients is None else Coefficients.read(Path(self.coefficients))
         link = RankLink.of(self.link, self.gpu)
         stages = []
@@ -134,7 +139,10 @@ class FleetConfig:
         return stages
 
     def roofline(self, sizes: Sizes, weight_bytes: float | None = None) -> Roofline:
-        """Return the roofline of one of these GPUs. weight_bytes: see `Roofline`."""
+        """Return the roofline of one of these GPUs.
+
+        weight_bytes: see `Roofline`.
+        """
         return Roofline(
             Portion.of(sizes.model, sizes.part),
             DATA_SHEETS[self.gpu],
@@ -147,7 +155,7 @@ class FleetConfig:
 
 
 def read_acceptance(text: str) -> list[float]:
-    """Read shares of accepted tokens by place. Raises ConfigError."""
+    """Read the shares of accepted guesses by position. Raises ConfigError."""
     try:
         shares = [float(share) for share in text.split(",")]
     except ValueError:
@@ -165,7 +173,7 @@ def read_acceptance(text: str) -> list[float]:
 class Fleet:
     """Runs all arriving requests to their end, replica by replica and step by step.
 
-    seed: of the moments at which replicas die.
+    seed: seed of the times at which replicas die.
     """
 
     def __init__(

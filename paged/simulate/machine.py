@@ -33,7 +33,7 @@ _LAYER_S = 40e-6
 
 
 class Measured(NamedTuple):
-    """Measured step times, and the bandwidth and arithmetic that matrix products reach."""
+    """Measured step times, and the bandwidth and the arithmetic speed that matrix products reach."""
 
     coefficients: Coefficients
     bytes_per_s: float
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 
 
 def measure(footprint: Footprint) -> Measured:
-    """Measure products of 1 row and of 512 rows with a model's weights, and attention over its cache."""
+    """Measure matrix products of 1 and of 512 rows with a model's weights, and attention over its cache."""
     model = footprint.model
     sizes = footprint.sizes
     dtype: torch.dtype = getattr(torch, sizes.dtype)

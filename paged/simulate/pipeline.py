@@ -9,7 +9,7 @@ from typing import Self
 
 from ..architectures.config import ModelConfig
 from ..architectures.layer_sizes import mixer_numbers
-from ..architectures.spec import AttentionSpec, FeedForwardSpec
+from ..architectures.spec import AttentionSpec, ExpertsSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart, Shard
@@ -43,11 +43,11 @@ class RankLink:
 
     @classmethod
     def of(cls, text: str | None, gpu: str) -> Self:
-        """Return the link of this name, or of a text such as "12.5,200": GB/s, and microseconds.
+        """Return the link with this name, or for a text such as "12.5,200": GB/s and microseconds.
 
-        gpu: whose data sheet has the bandwidth of NVLink and PCIe.
+        gpu: the GPU whose data sheet has the bandwidth of NVLink and PCIe.
 
-        None takes NVLink where the GPU has it, else PCIe. Raises ConfigError.
+        A text of None takes NVLink if the GPU has it, else PCIe. Raises ConfigError.
         """
         sheet = DATA_SHEETS[gpu]
         rates = {"pcie": sheet.link_gb_per_s, **_NETWORK_GB_PER_S}
@@ -77,7 +77,7 @@ class RankLink:
 class Exchanges:
     """The exchanges among the shards of a stage within a step; see docs/parallel.md.
 
-    Each shard sends its columns to all others, so it gets those that it lacks. All wait for each other.
+    Each shard sends its columns to all other shards and receives theirs. All shards wait for each other.
     """
 
     def __init__(self, model: ModelConfig, part: ModelPart, link: RankLink) -> None:
@@ -92,9 +92,11 @@ class Exchanges:
         hidden = model.hidden_size
         for index in part.layers:
             layer = model.layers[index]
-            assert isinstance(layer.feed_forward, FeedForwardSpec), "experts are not divided"
+            assert not isinstance(layer.feed_forward, ExpertsSpec), "experts are not divided"
             _, attended = mixer_numbers(layer)
-            self._add(*(lacking * each for each in (attended, hidden, layer.feed_forward.size, hidden)))
+            for inner in (attended, *(part.size for part in layer.feed_forwards)):
+                if inner:  # else the layer lacks this part
+                    self._add(lacking * inner, lacking * hidden)
             if layer.attention is not None and layer.attention.qk_norm == "projection":
                 self._add(lacking * _normed_columns(layer.attention, part))
             if model.layer_inputs is not None:
@@ -113,7 +115,7 @@ class Exchanges:
         self._columns += sum(columns)
 
     def seconds(self, work: Work) -> float:
-        """Return how long the exchanges of a step take."""
+        """Return the duration of the exchanges of a step in seconds."""
         if not self._num:
             return 0.0
         numbers = self._columns * work.num_tokens + self._sampled_columns * work.num_sampled
@@ -127,9 +129,9 @@ def _normed_columns(attention: AttentionSpec, part: ModelPart) -> int:
 
 
 def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Sizes]:
-    """Return the sizes of the first shard of each stage: those of the others are no larger.
+    """Return the sizes of the first shard of each stage. The other shards' sizes are not larger.
 
-    Raises ConfigError where the model cannot be divided as the options say.
+    Raises ConfigError if the model cannot be divided as the options demand.
     """
     layout = RankLayout.of(config, model)
     if layout.num_ranks > 1 and config.preemption_mode != "recompute":
@@ -142,7 +144,7 @@ def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Si
 
 
 def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
-    """Return the sizes with as many seats as the states of sequences have room for on every rank."""
+    """Return the sizes with as many seats as there is room for their recurrent states on every rank."""
     if not ranks[0].model.states or ranks[0].config.max_num_seqs is not None:
         return ranks
     usable = sheet.memory_gib * GIB * ranks[0].config.gpu_memory_utilization
@@ -156,21 +158,21 @@ def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """The work of a step on each rank of a stage: its computation, and the exchanges among the shards."""
+    """The work of a step on each rank of a stage: computing, and exchanges among the shards."""
 
     compute: WorkCost
     exchanges: Exchanges
 
     def seconds(self, work: Work) -> float:
-        """Return how many seconds it takes."""
+        """Return the duration of the work in seconds."""
         return self.compute.seconds(work) + self.exchanges.seconds(work)
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """The duration of steps on a stage.
+    """The duration of steps on one stage of a pipeline.
 
-    stream_bytes: how many bytes per token the next stage gets; 0 for the last stage.
+    stream_bytes: the bytes per token that are sent to the next stage; 0 for the last stage.
     """
 
     cost: StepCost
@@ -180,7 +182,7 @@ class StageCost:
     def of(cls, compute: WorkCost, sizes: Sizes, sheet: DataSheet, link: RankLink) -> Self:
         """Return the cost of a stage whose ranks have these sizes.
 
-        compute: the cost model of one rank.
+        compute: the cost model of one of the ranks.
         """
         model = sizes.model
         part = sizes.part
@@ -192,13 +194,15 @@ class StageCost:
 
 
 class Pipeline:
-    """The stages of a replica, each of which computes one step after the other.
+    """The stages of a replica. Each stage computes one step after the other.
 
-    A step goes through all of them. While the last stage computes one, those before compute later ones.
+    A step passes through all stages. While the last stage computes a step, the earlier stages compute later
+    steps.
 
-    host_s: what the host takes for a step, where it begins one while the device computes the one before, so
-        that a step takes the longer of both. None: steps begin one after another, and stages know their time.
-    waited_s: how long the device has waited for the host between two steps, while both had work.
+    host_s: the seconds that the host needs for a step, if it prepares the next step while the device
+        computes; a step then takes as long as the slower of the two. None if the stages' own times include
+        the host's.
+    waited_s: the total seconds that the device has waited for the host between steps.
     """
 
     def __init__(
@@ -216,16 +220,16 @@ class Pipeline:
 
     @property
     def num_in_flight(self) -> int:
-        """How many steps are in flight at once."""
+        """The number of steps in flight at once."""
         return len(self._stages) if self._host_s is None else 2
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the steps in flight are of the same requests."""
+        """Whether the steps in flight may compute the same requests."""
         return self._host_s is not None
 
     def end_of(self, schedule: Schedule, now: float) -> float:
-        """Return when a step ends that begins now."""
+        """Return when a step that begins now will end."""
         at = now + self._message_s
         if self._host_s is not None:
             at = self._host_free_at = max(at, self._host_free_at) + self._host_s

@@ -40,9 +40,9 @@ SHORT_LENGTH = 128  # of others, where those are longer
 
 @dataclass(frozen=True)
 class PlannedDevice:
-    """The device that a plan is for.
+    """The device that a plan is made for.
 
-    sheet: its data sheet; None for this machine, which is measured.
+    sheet: the data sheet of the device; None for a device of this machine, which is measured.
     """
 
     name: str
@@ -52,9 +52,10 @@ class PlannedDevice:
 
     @classmethod
     def of(cls, name: str) -> PlannedDevice:
-        """Return the device of this name: one of this machine, or one with a data sheet, in any case.
+        """Return the device of this name: a device of this machine, or one with a data sheet (in upper or
+        lower case).
 
-        Raises ConfigError, which lists the known ones.
+        Raises ConfigError, which lists the known devices.
         """
         known = {each.casefold(): each for each in DATA_SHEETS}
         if (own := known.get(name.casefold())) is not None:
@@ -69,7 +70,7 @@ class PlannedDevice:
 
     @property
     def memory(self) -> Memory:
-        """The memory of the device. On a device of another machine, nothing else is assumed to run."""
+        """The memory of the device. On another machine's device, nothing else is assumed to run."""
         if self.sheet is None:
             return Memory.of(self.device)
         total = int(self.sheet.memory_gib * GIB)
@@ -77,10 +78,10 @@ class PlannedDevice:
 
 
 class PackedStart(NamedTuple):
-    """What a start does with weights that are packed.
+    """What a start does with packed weights.
 
-    is_kept: whether they are kept from an earlier one, as far as is known without reading the checkpoint.
-    packing_s: how long packing took then.
+    is_kept: whether an earlier start stored them, as far as is known without reading the checkpoint.
+    packing_s: how long that start took to pack them.
     """
 
     is_kept: bool
@@ -88,7 +89,7 @@ class PackedStart(NamedTuple):
 
     @classmethod
     def of(cls, footprint: Footprint) -> Self | None:
-        """Return what a start of an engine on this machine does; None if packing takes no time."""
+        """Return what a start on this machine does with packed weights; None if packing takes no time."""
         sizes = footprint.sizes
         model = sizes.model.for_context(sizes.max_model_len)
         opened = open_model(sizes, model, footprint.device, footprint.directory, footprint.kernels)
@@ -106,9 +107,9 @@ class PackedStart(NamedTuple):
 class EnginePlan:
     """The memory that an engine takes of a device, what fits, and the predicted speed.
 
-    measured: what this machine reaches; None for a device with a data sheet.
-    would_fit: options with which a request of max_model_len fits, if it does not.
-    start: what a start does with the weights; None where nothing is packed, or it takes no time.
+    measured: the speeds that this machine reaches; None for a device with a data sheet.
+    would_fit: if a request of max_model_len does not fit, options with which it does.
+    start: what a start does with packed weights; None if nothing is packed, or packing takes no time.
     """
 
     config: EngineConfig
@@ -130,7 +131,7 @@ class EnginePlan:
 
     @property
     def reached(self) -> Roofline | Measured:
-        """The model of the bandwidth and arithmetic that products reach."""
+        """The source of the bandwidth and arithmetic speed that matrix products reach."""
         return self._roofline if self.measured is None else self.measured
 
     @cached_property
@@ -145,30 +146,30 @@ class EnginePlan:
 
     @property
     def usual_length(self) -> int:
-        """The length of the sequences and prompts whose speed is predicted."""
+        """The usual length of sequences and prompts whose speed is predicted."""
         return min(USUAL_LENGTH, self.footprint.longest or self.footprint.sizes.max_model_len)
 
     @property
     def sequences(self) -> dict[int, int]:
-        """The number of requests that run at once, by their length."""
+        """The number of requests that run at once, for each of several lengths."""
         most = self.footprint.sizes.max_model_len
         lengths = [*(length for length in LENGTHS if length < most), most]
         return {length: self.footprint.num_sequences(length) for length in lengths}
 
     @property
     def short_length(self) -> int:
-        """The length of the short sequences and prompts."""
+        """The length of short sequences and prompts whose speed is predicted."""
         return min(SHORT_LENGTH, self.usual_length)
 
     def decode_speeds(self, length: int) -> dict[int, float]:
-        """Return tokens per second, by the number of sequences of a length that decode together."""
+        """Return tokens per second, for several numbers of sequences of this length that decode together."""
         most = max(1, self.footprint.num_sequences(self.usual_length))
         batches = [*(count for count in BATCHES if count < most), most]
         windows = window_shares(self.model)
         return {count: count / self.cost.seconds(decode_work(count, length, windows)) for count in batches}
 
     def prompt_speed(self, length: int) -> float:
-        """Return tokens per second of a prompt of a length that is computed alone."""
+        """Return tokens per second of a prompt of this length that is computed alone."""
         steps = prompt_work(length, self.footprint.sizes.max_step_tokens, window_shares(self.model))
         return length / sum(map(self.cost.seconds, steps))
 
@@ -181,7 +182,7 @@ class EnginePlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures, in bytes and seconds."""
+        """Return all figures as JSON, in bytes and seconds."""
         footprint = self.footprint
         sizes = footprint.sizes
         return {
@@ -195,6 +196,7 @@ class EnginePlan:
             "draft_model_bytes": 0 if footprint.draft is None else footprint.draft.num_bytes,
             "file_bytes": footprint.model.in_files.num_bytes.total(),
             "activations_bytes": footprint.activation_bytes,
+            "graphs_bytes": footprint.graph_bytes,
             "states_bytes": footprint.state_bytes,
             "rope_bytes": footprint.rope_bytes,
             "kv_dtype": sizes.kv_dtype,
@@ -224,7 +226,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
     For a hub id, only the config and the headers of the weights are fetched.
 
-    Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does, and ConfigError for an
+    Raises ConfigError, CheckpointError or UnsupportedModelError as `LLMEngine` does, and ConfigError for an
     unknown device.
     """
     place = PlannedDevice.of(config.device)

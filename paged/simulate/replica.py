@@ -21,7 +21,7 @@ from .workload import SAMPLED, Arrival
 
 
 class Refusal(enum.Enum):
-    """Why a request is refused. The value is its name in JSON."""
+    """Why a request is refused. The value is the name in JSON."""
 
     TOO_LONG = "longer_than_max_model_len"
     NEVER_FITS = "larger_than_kv_cache"
@@ -30,9 +30,7 @@ class Refusal(enum.Enum):
 
 
 class Guesses:
-    """A drafter that always guesses as many tokens as allowed. Which guesses are right is drawn when the step
-    ends.
-    """
+    """A drafter that always guesses as many tokens as allowed. Which are right is drawn at a step's end."""
 
     def propose(self, _: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
         """Return a draft for each request."""
@@ -40,17 +38,18 @@ class Guesses:
 
 
 class Step(NamedTuple):
-    """A step in flight, and when it ends."""
+    """A step in flight, with the time at which it ends."""
 
     schedule: Schedule
     end: float
 
 
 class Replica:
-    """The real scheduler and block manager, with as many steps at once as the pipeline has in flight.
+    """A simulated engine: the real scheduler and block manager, with the steps in flight of a `Pipeline`.
 
-    acceptance: the shares of draft tokens that are accepted, by their place; if empty, there are no drafts.
-    load: the sum of `load_of` over its unfinished requests, for routers.
+    acceptance: the share of draft tokens that are accepted at each position; without entries, there are no
+        drafts.
+    load: the sum of `load_of` over unfinished requests, for routers.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Replica:
             self.scheduler.drafts = Drafts(Guesses(), most, sizes.model.vocab_size, sizes.max_sampled_rows)
 
     def add(self, request_id: str, arrival: Arrival) -> Request | Refusal:
-        """Queue a request. Return it, or the reason for refusing it."""
+        """Queue a request. Return the request, or the reason why it is refused."""
         num_prompt_tokens = len(arrival.token_ids)
         # As in the engine: a prompt that fills the context still gets the token that follows it.
         most = min(
@@ -107,9 +106,7 @@ class Replica:
         return request
 
     def take_over(self, request: Request) -> Request:
-        """Queue a request whose replica died. Return the new request, which continues after the
-        tokens so far.
-        """
+        """Queue a request whose replica died. Return a new request that continues after its tokens."""
         moved = Request(replace(request.inputs, is_resumed=True), metrics=request.metrics)
         moved.token_ids += request.output_token_ids
         self._queue(moved)
@@ -122,15 +119,15 @@ class Replica:
 
     @property
     def waited_s(self) -> float:
-        """How long its device has waited for the host; see `Pipeline`."""
+        """Total seconds that the replica's device has waited for the host; see `Pipeline`."""
         return self._pipeline.waited_s
 
     def unfinished(self) -> list[Request]:
-        """Return the running requests by rank, then the waiting ones."""
+        """Return the running requests by rank, followed by the waiting ones."""
         return [*self.scheduler.running, *self.scheduler.waiting()]
 
     def begin_step(self, now: float) -> Step | None:
-        """Schedule a step, if one more may be in flight and there is anything to compute."""
+        """Schedule a step, if another step may be in flight and there is anything to compute."""
         if len(self.in_flight) == self._pipeline.num_in_flight or not self.scheduler.has_unfinished():
             return None
         self.now = now
@@ -142,9 +139,7 @@ class Replica:
         return step
 
     def end_step(self, now: float) -> tuple[int, list[Request]]:
-        """Record the results of the oldest step. Return how many tokens it sampled, and the
-        finished requests.
-        """
+        """Record the oldest step's results. Return the number of sampled tokens and the finished requests."""
         step = self.in_flight.popleft().schedule
         num_finished = self.scheduler.counters.num_finished
         self.now = now

@@ -16,7 +16,7 @@ TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "E2E"}
 
 
 def report(summary: dict[str, Any]) -> str:
-    """Return the figures of one simulation."""
+    """Return the figures of one simulation as text."""
     s = summary
     rows = [["milliseconds", "p50", "p90", "p99", "mean"]]
     for tenant, times in [("", s), *s["tenants"].items()]:
@@ -50,7 +50,7 @@ def _deaths(s: dict[str, Any]) -> Iterable[str]:
 
 
 def sweep_report(name: str, summaries: Sequence[tuple[object, dict[str, Any]]]) -> str:
-    """Return a table with a row for each value of the option."""
+    """Return a table with a row for each value of the varied option."""
     percentiles = (cell for label in TIMES.values() for cell in (f"{label} p50 ms", "p99"))
     shares = ("busy %", "blocks %", "hits %")
     rows = [[name, "req/s", "tokens/s", *percentiles, *shares, "preemptions", "refused"]]

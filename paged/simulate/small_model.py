@@ -25,7 +25,7 @@ _SHORT = 8  # a fraction of the length: contexts and prompts of two lengths are 
 
 
 def measure_steps(config: EngineConfig, sizes: Sizes, length: int) -> Coefficients:
-    """Measure decodes of 1 and 8 sequences, short ones and of this length, and prompts of two lengths."""
+    """Measure decodes of 1 and 8 sequences, both short and of `length` tokens, and prompts of two lengths."""
     from ..engine.engine import LLMEngine
 
     num_seqs = min(_NUM_SEQS, config.num_seats)

@@ -20,7 +20,7 @@ class Latencies:
     """Latencies of finished requests, in seconds.
 
     ttft: the time from arrival to the first token.
-    tpot: the mean time between the tokens of a request that has several. e2e: the time from arrival to the
+    tpot: the mean time between tokens, for requests with several tokens. e2e: the time from arrival to the
         last token.
     """
 
@@ -46,7 +46,7 @@ class Latencies:
 class Statistics:
     """Totals of a fleet. Times are in seconds of the virtual clock, which begins at 0.
 
-    num_simulated: the number of simulated replicas, if these represent others too.
+    num_simulated: the number of simulated replicas, if they also represent others.
     timeline: records every step, for a plot.
     """
 
@@ -71,7 +71,7 @@ class Statistics:
         self._hits_before: dict[str, int] = {}  # of moved requests, where they ran first
 
     def step(self, replica: Replica, start: float) -> None:
-        """Count the step that a replica has just begun, even if a death will interrupt it."""
+        """Count a step that a replica has begun, even if a death will interrupt it."""
         schedule, end = replica.in_flight[-1]
         if len(replica.in_flight) > 1:  # the time is counted once
             start = max(start, replica.in_flight[-2].end)
@@ -94,7 +94,7 @@ class Statistics:
         self.refused[refusal] += number
 
     def die(self, requests: Iterable[Request]) -> None:
-        """Count the death of a replica, and its requests, which move to others."""
+        """Count the death of a replica, and its requests, which move to other replicas."""
         self.num_deaths += 1
         for request in requests:
             self.num_moved += 1
@@ -111,7 +111,7 @@ class Statistics:
         self.latencies[request.inputs.tenant].add(request)
 
     def summary(self) -> dict[str, Any]:
-        """Return all figures by name. Times are in seconds, shares from 0 to 1."""
+        """Return all figures by name. Times are in seconds, and shares are from 0 to 1."""
         duration = self.duration or math.inf  # without a step the throughput is 0
         num_refused = self.refused.total()
         capacity = self.num_blocks * self.num_simulated * duration

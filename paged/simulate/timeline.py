@@ -20,9 +20,9 @@ def check_matplotlib() -> None:
 class Timeline:
     """The load of a simulated fleet over time, in NUM_INTERVALS intervals of equal length.
 
-    The length doubles whenever the simulation outgrows the intervals. used_blocks, running and waiting hold
-    the integral of a count over each interval. Divided by the interval's length, it is the mean count of the
-    fleet. An idle replica counts as 0.
+    The length of the intervals doubles whenever the simulation outgrows them. used_blocks, running and
+    waiting hold the integral of a count over each interval; divided by the interval's length, this is the
+    fleet's mean count. An idle replica counts as 0.
     """
 
     def __init__(self, interval: float = 1e-3) -> None:
@@ -38,7 +38,7 @@ class Timeline:
         return self.used_blocks, self.running, self.waiting, self.tokens
 
     def add(self, start: float, end: float, used: int, running: int, waiting: int, num_tokens: int) -> None:
-        """Add a step of one replica, from start to end."""
+        """Add a step of one replica, from time `start` to time `end`."""
         while end >= NUM_INTERVALS * self.interval:
             self._double()
         self.end = max(self.end, end)

@@ -23,7 +23,10 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class TraceLine(NamedTuple):
-    """One request. timestamp: seconds since the first request."""
+    """One request of a trace.
+
+    timestamp: seconds since the first request.
+    """
 
     timestamp: float
     input_tokens: int
@@ -35,7 +38,7 @@ class TraceLine(NamedTuple):
 
 
 def read_trace(file: Path) -> list[TraceLine]:
-    """Return the requests of a file, sorted by time. Blank lines are skipped.
+    """Return the requests of a trace file, sorted by time. Blank lines are skipped.
 
     Raises FileError naming file and line, OSError if the file cannot be read.
     """
@@ -107,7 +110,10 @@ Turn = tuple[int, int]  # new prompt tokens, output tokens
 
 @dataclass(slots=True)
 class Arrival:
-    """A request at its arrival time. `following`: the later turns of its conversation."""
+    """A request at its arrival time.
+
+    following: the later turns of its conversation.
+    """
 
     time: float
     token_ids: list[int]
@@ -127,17 +133,19 @@ class Arrival:
 class Workload:
     """The requests that a fleet gets. A length is fixed:N, uniform:LOW-HIGH or lognormal:MEAN,SIGMA.
 
-    requests: number of requests, including the later turns of conversations.
-    rate: requests per second; inf lets all arrive at once. With turns, conversations begin at rate / turns.
-    arrivals: "poisson", or "bursty": intervals from a gamma distribution.
-    burstiness: shape of that distribution; 1 is poisson, smaller is burstier; None takes 0.25.
-    input_len: prompt tokens of a request, without its shared prefix and earlier turns.
+    requests: number of requests, including later turns of conversations.
+    rate: requests per second; with inf, all arrive at once. With several turns, conversations begin at rate /
+        turns.
+    arrivals: "poisson", or "bursty" for intervals from a gamma distribution.
+    burstiness: shape of the gamma distribution; 1 is poisson, smaller is burstier; None takes 0.25.
+    input_len: prompt tokens of a request, without shared prefix and earlier turns.
     output_len: output tokens of a request.
     prefixes: number of system prompts, used with weights 1, 1/2, 1/3, ...; 0 for none.
-    prefix_len: tokens of a system prompt, or of the prefix that a trace's lines with one prefix_id share.
-    turns: requests of a conversation; the prompt of each contains all earlier turns.
+    prefix_len: tokens of a system prompt, or of the prefix shared by lines of a trace with the same
+        prefix_id.
+    turns: requests of a conversation; each prompt contains all earlier turns.
     think_time: seconds from an answer to the next turn.
-    tenants: shares of the requests, such as a=3,b=1.
+    tenants: shares of the requests by tenant, such as a=3,b=1.
     trace: a JSONL file to take the requests from. Lines have timestamp in seconds, output_tokens, either
         input_tokens or prompt_token_ids, and optionally tenant, priority (the lowest first) and prefix_id.
     seed: seed of all random numbers.
@@ -191,7 +199,7 @@ class Workload:
                 raise ConfigError(f"{name} needs {condition}; leave it out, or give that")
 
     def sliced(self, share: float) -> Self:
-        """Return a workload of as many requests with a share of the rate. Raises ConfigError without one."""
+        """Return a workload with as many requests at a share of the rate. Raises ConfigError if it is inf."""
         if self.trace is not None or self.rate == math.inf:
             given = "a trace" if self.trace is not None else "rate inf"
             raise ConfigError(f"slice needs a finite rate, of which it takes its share; got {given}")
@@ -200,7 +208,7 @@ class Workload:
     def open(self) -> tuple[int, Iterator[Arrival]]:
         """Return the number of requests, and an iterator over the arrivals by time.
 
-        Later turns of a conversation are not among the arrivals: see `Arrival.following`.
+        Later turns of a conversation are not among the arrivals; see `Arrival.following`.
         """
         if self.trace is None:
             return self.requests, self._synthetic()
@@ -265,7 +273,7 @@ def _replay(lines: list[TraceLine], prefix_len: int) -> Iterator[Arrival]:
 def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
     """Return a source of lengths of at least 1, from a text such as "lognormal:500,0.8".
 
-    sigma is the standard deviation of the logarithm. Raises ConfigError.
+    SIGMA is the standard deviation of the logarithm. Raises ConfigError.
     """
     kind, _, rest = text.partition(":")
     parts = rest.split("-" if kind == "uniform" else ",")
@@ -289,7 +297,7 @@ def new_length(name: str, text: str, rng: random.Random) -> Callable[[], int]:
 
 
 def read_shares(name: str, texts: Sequence[str]) -> dict[str, float]:
-    """Return numbers by tenant, from texts such as "a=3,b=1". Raises ConfigError."""
+    """Return numbers by tenant from texts such as "a=3,b=1". Raises ConfigError."""
     shares: dict[str, float] = {}
     text = ",".join(texts)
     for part in text.split(","):

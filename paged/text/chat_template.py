@@ -62,9 +62,9 @@ TEMPLATE_OPTIONS = (
 class Abilities(NamedTuple):
     """The parts of a conversation that a template shows to the model.
 
-    tools: whether its output differs with a tool and without. A template that refuses every trial
-        conversation is taken to show tools, as it may expect another conversation.
-    system: whether it shows system messages.
+    tools: whether the template's output differs with and without a tool. A template that refuses every trial
+        conversation counts as showing tools, since it may expect another kind of conversation.
+    system: whether the template shows system messages.
     """
 
     tools: bool
@@ -104,11 +104,12 @@ class ChatTemplates:
     ) -> str:
         """Return the text of one conversation with its special tokens; see `LLMEngine.chat`.
 
-        If the template refuses system messages or leaves one out, their texts become one system message at
-        the beginning, or the beginning of the first user message. If it takes no objects as arguments of
-        calls, it gets text.
+        If the template refuses system messages or leaves one out, their texts are joined to one system
+        message at the beginning, or put at the beginning of the first user message. If the template does not
+        accept objects as arguments of calls, it gets them as text.
 
-        Raises RequestError if an argument is wrong, or the template refuses it, fails or exceeds a limit.
+        Raises RequestError if an argument is wrong, or if the template refuses the messages, fails or exceeds
+        a limit.
         """
         check_bool(RequestError, "add_generation_prompt", add_generation_prompt)
         check_bool(RequestError, "continue_final_message", continue_final_message)
@@ -181,7 +182,7 @@ class ChatTemplates:
         return Abilities(shows_tools or not is_rendered, shows_system)
 
     def refuses_repeated_roles(self, chat_template: str | None = None) -> bool:
-        """Return whether a template accepts a message of the user, but refuses two in a row."""
+        """Return whether a template accepts one message of the user, but refuses two in a row."""
         source = self.source(chat_template)
         if source not in self._refuses_repeated:
             if len(self._refuses_repeated) == MAX_PROBED:
@@ -202,7 +203,7 @@ class ChatTemplates:
 
         chat_template: a name, a Jinja template, or None for the checkpoint's default.
 
-        Raises RequestError if there is none.
+        Raises RequestError if there is no template.
         """
         known = ", ".join(repr(name) for name in sorted({*self.templates, PLAIN}))
         if not isinstance(chat_template, str | None):
@@ -238,9 +239,7 @@ class ChatTemplates:
 
 
 def names_role(source: str, role: str) -> bool:
-    """Return whether a template's source contains this role as a quoted string, as a comparison
-    with it would.
-    """
+    """Return whether a template's source contains this role as a quoted string, as in a comparison."""
     return f"'{role}'" in source or f'"{role}"' in source
 
 

@@ -20,11 +20,11 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Decodes tokens to the growing text after a prompt. Text that was returned never changes.
+    """Decodes tokens to the growing text after a prompt. Returned text never changes.
 
-    The text equals what decoding prompt and output at once adds to the prompt, with one exception: in a
-    tokenizer with byte fallback, decoding at once also replaces valid characters that precede invalid UTF-8.
-    Here these characters stay, as they may have been shown already.
+    The text equals the part after the prompt when prompt and output are decoded at once, with one exception:
+    a tokenizer with byte fallback would also replace valid characters before invalid UTF-8. Here these
+    characters stay, since they may have been shown already.
 
     skip_special_tokens: leave special tokens out.
     spaces_between_special_tokens: put a space between adjacent special tokens.

@@ -17,14 +17,14 @@ _PRIVATE = [chr(code) for code in range(0xE100, 0xE200)]  # in no ordinary text
 
 
 class MarkedText(str):
-    """A text with spans that are plain text, although they look like special tokens."""
+    """A text in which some spans are plain text, even if they look like special tokens."""
 
     __slots__ = ("plain",)
     plain: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, text: str, plain: Sequence[tuple[int, int]]) -> MarkedText:
-        """Return a text with its plain spans."""
+        """Return a text with these plain spans."""
         marked = cls(text)
         marked.plain = tuple(plain)
         return marked
@@ -33,7 +33,7 @@ class MarkedText(str):
 class Placeholders:
     """Placeholders for the special tokens in the messages of one conversation.
 
-    messages: the messages with placeholders; the given ones if they contain no special tokens.
+    messages: the messages with placeholders; unchanged if they contain no special tokens.
     """
 
     def __init__(self, messages: Sequence[Any], markers: re.Pattern[str]) -> None:
@@ -45,7 +45,7 @@ class Placeholders:
             self.messages = [self._replaced(message, markers) for message in messages]
 
     def restored(self, text: str) -> str:
-        """Replace placeholders in a rendered text by the original text, marked as plain."""
+        """Replace placeholders in a rendered text by the original texts, marked as plain."""
         if not self._texts:
             return text
         # A template may have escaped the placeholders, as JSON in ASCII has them.
@@ -131,10 +131,10 @@ def _has_text(part: Any) -> bool:
 
 
 def encode_marked(text: MarkedText, backend: Any, *, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a text. Its plain spans are encoded with ordinary tokens.
+    """Return the token ids of a text. Plain spans are encoded with ordinary tokens.
 
-    backend: a tokenizer of the tokenizers library. Only segments with plain spans, from one added token to
-        the next, are encoded specially; all other tokens are those of the text itself.
+    backend: a tokenizer of the tokenizers library. Only segments (from one added token to the next) with
+        plain spans are encoded in this way; the tokenizer encodes the others as usual.
     """
     neutral = list(text)
     for start, end in text.plain:

@@ -26,7 +26,7 @@ _MARK = re.compile("\ue000([0-9]{1,6})\ue000")  # digits: a template may change 
 class RefusedError(RequestError):
     """A template refuses a conversation.
 
-    is_own: whether the message is in the template's own words.
+    is_own: whether the error's message comes from the template.
     """
 
     def __init__(self, message: str, *, is_own: bool) -> None:
@@ -35,14 +35,14 @@ class RefusedError(RequestError):
 
 
 def write_shown(messages: list[Message], write: Write, *, knows_developer: bool, keeps_last: bool) -> str:
-    """Render a conversation in the first form in which the template shows every system message.
+    """Render a conversation in the first of several forms in which the template shows every system message.
 
     write: renders a conversation. Raises RefusedError.
-    knows_developer: whether the template names the role.
+    knows_developer: whether the template names the role "developer".
     keeps_last: whether the last message must stay as it is.
 
-    If the template never shows all of them, the first form that it accepts is used. Raises RefusedError if it
-    accepts none.
+    If the template shows all system messages in no form, the first form that it accepts is used. Raises
+    RefusedError if it accepts none.
     """
     write_calls = partial(_write_calls, write=write)
     if not _has_system(messages) or (keeps_last and messages[-1]["role"] in SYSTEM_ROLES):

@@ -59,9 +59,7 @@ def _by_likelihood(completion: CompletionOutput) -> tuple[bool, float]:
 
 
 class OutputProcessor:
-    """Produces the text of requests. Text is made when an output is requested, so other requests
-    cost nothing.
-    """
+    """Makes the text of requests. Text is made only when an output is requested."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +67,7 @@ class OutputProcessor:
         self._prompts: dict[RequestGroup, _PromptLogprobs] = {}  # of requests that ask for theirs
 
     def end_at_stop_string(self, request: Request, now: float) -> None:
-        """Finish a request whose newest token completes one of its stop strings, and cut its text there."""
+        """If a request's newest token completes a stop string, finish the request and cut its text there."""
         transcript = self._progress_of(request).transcript
         assert transcript is not None, "stop strings were admitted without a tokenizer"
         stop = transcript.read()
@@ -77,13 +75,11 @@ class OutputProcessor:
             request.finish("stop", now, stop)
 
     def output(self, group: RequestGroup) -> RequestOutput:
-        """Return the output of a request so far; with output_kind DELTA, return what is new
-        since the last call.
-        """
+        """Return the output of a request so far; with output_kind DELTA, only what is new since last time."""
         return self._output(group, self._completions(group))
 
     def so_far(self, group: RequestGroup) -> RequestOutput:
-        """Return everything of a request and its samples so far, including what was returned before."""
+        """Return the complete output so far of a request and its samples, even if it was returned before."""
         return self._output(group, [self._progress_of(sample).cumulative() for sample in group.samples])
 
     def _output(self, group: RequestGroup, completions: list[CompletionOutput]) -> RequestOutput:
@@ -108,10 +104,10 @@ class OutputProcessor:
             self._progress.pop(sample, None)
 
     def decode_logprobs(self, group: RequestGroup, most: int) -> int:
-        """Decode the tokens of about `most` candidates of a request's log-probabilities. Return how many.
+        """Decode the tokens of about `most` candidates in a request's log-probabilities. Return how many.
 
-        An output needs all candidates, and decoding those of a long prompt or of many samples takes longer
-        than a step. The outbox may take the prompt's candidates as they are decoded.
+        An output needs all candidates decoded. For a long prompt or many samples this takes longer than a
+        step. The outbox may take the prompt's candidates as soon as they are decoded.
         """
         num = 0
         if (prompt := self._prompt_of(group)) is not None:

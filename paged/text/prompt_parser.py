@@ -21,8 +21,7 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens
 class ParsedPrompt:
     """A prompt as validated token ids.
 
-    namespace: everything but the tokens that its KV depends on. Prompts of different namespaces share no
-        blocks.
+    namespace: what the KV depends on besides the tokens. Prompts with different namespaces share no blocks.
     """
 
     text: str | None
@@ -31,7 +30,7 @@ class ParsedPrompt:
 
 
 class PromptParser:
-    """Parses prompts for one model with contexts of up to max_model_len tokens."""
+    """Parses prompts for one model whose contexts have at most max_model_len tokens."""
 
     def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.model_config = model_config
@@ -80,7 +79,7 @@ class PromptParser:
 
     @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
-        """Raise RequestError for a prompt that another parser made, if it does not fit this model."""
+        """Raise RequestError if a prompt that another parser made does not fit this model."""
         token_ids = prompt.token_ids
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
@@ -108,7 +107,7 @@ class PromptParser:
         )
 
     def namespace(self, salt: str | None, num_prompt_tokens: int) -> bytes:
-        """Return everything but the tokens that a prompt's KV depends on."""
+        """Return what a prompt's KV depends on besides the tokens."""
         rope = self.model_config.rope
         trained = self.model_config.max_position_embeddings
         # A prompt beyond the trained context is rotated for its own length: see Batch.rope_lens.
@@ -121,8 +120,8 @@ class PromptParser:
     def parse_continued(self, prompt: Prompt, continuations: Any) -> tuple[ParsedPrompt, list[ParsedPrompt]]:
         """Return the parsed prompt, and the prompt followed by each continuation. Raises RequestError.
 
-        continuations: text or token ids. Text is tokenized separately, without special tokens, so that the
-            prompt's tokens are the same for all continuations.
+        continuations: texts or lists of token ids. Texts are tokenized separately from the prompt, without
+            special tokens, so that the prompt's tokens are the same for all continuations.
         """
         parsed = self.parse(prompt)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
@@ -157,7 +156,7 @@ class PromptParser:
         return wholes
 
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raise RequestError, naming the argument, if one of these ids is not in the model's vocabulary."""
+        """Raise RequestError, naming the argument, if a token id is not in the model's vocabulary."""
         vocab_size = self.model_config.vocab_size
         # Of a long prompt, one id after another would take longer than its tokenization.
         if {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:

@@ -23,11 +23,11 @@ MOST_ENCODED = 2  # texts at once, each by a process; the second one loads when 
 
 
 class RemoteTokenizer:
-    """A stand-in for a transformers tokenizer, with the methods that `Tokenizer` uses. Another process
-    encodes.
+    """Replaces a transformers tokenizer: has the methods that `Tokenizer` uses, and encodes in another
+    process.
 
-    Decoding is part of an engine's steps and concerns all requests. This process decodes by itself, unless
-    the tokenizer is written in Python and does not use the library's decoder.
+    Decoding is a part of the engine's steps and would delay all requests. Therefore this process itself
+    decodes, unless the tokenizer is written in Python and does not use the library's decoder.
 
     why_unbounded: why the tokenizer must not run in this process.
     """
@@ -68,7 +68,7 @@ class RemoteTokenizer:
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The special tokens by their ids."""
+        """The special tokens by id."""
         return {token_id: AddedToken("", special=True) for token_id in self._special_ids}
 
     def __len__(self) -> int:

@@ -27,12 +27,12 @@ class Raised(jinja2.TemplateError):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks the text for training and does not change it."""
+    """The tag `{% generation %}`, which marks text for training and does not change it."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block as its contents."""
+        """Parse the block as if it were only its contents."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -49,7 +49,7 @@ def tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return plain JSON; Jinja's own filter escapes characters for HTML."""
+    """Return plain JSON. (Jinja's own filter also escapes characters for HTML.)"""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -97,10 +97,10 @@ def joined(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(source: str, variables: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """Return {"text": the rendered text}, or why there is none.
+    """Return {"text": the rendered text}, or an entry that says why there is none.
 
-    "refused" is in the template's own words, "failed" says what it cannot do with this conversation, and
-    "error" is one of every conversation.
+    "refused" contains the template's own message; "failed" says what the template cannot do with this
+    conversation; "error" is an error that would occur with every conversation.
     """
     try:
         template, takes_parts = compiled(source)

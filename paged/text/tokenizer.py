@@ -48,7 +48,7 @@ class TokenBytes(dict[int, bytes]):
 
     @classmethod
     def of(cls, backend: Any) -> TokenBytes | None:
-        """Make the table of a tokenizer; None if a token's text depends on its neighbours.
+        """Make the table of a tokenizer. Return None if a token's text depends on the tokens next to it.
 
         backend: the `tokenizers.Tokenizer`, or None for a tokenizer that is not from that library.
         """
@@ -136,7 +136,7 @@ SPARE_SHARE = 0.25
 
 
 class Tokenizer:
-    """The checkpoint's tokenizer: the one of transformers, or an equivalent one that loads faster."""
+    """The checkpoint's tokenizer: transformers', or an equivalent one that loads faster."""
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
@@ -207,7 +207,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The ids of the special tokens by their texts."""
+        """The ids of the special tokens, by text."""
         return {self.token_text(token_id): token_id for token_id in self.special_token_ids}
 
     @cached_property
@@ -219,7 +219,7 @@ class Tokenizer:
         return {} if self._why_remote is not None else dict(self._tokenizer.get_vocab())
 
     def difference_from(self, other: Tokenizer) -> str:
-        """Describe how another tokenizer's tokens differ from this tokenizer's; "" if they do not."""
+        """Describe how another tokenizer's tokens differ from this tokenizer's; "" if they are equal."""
         if len(self) != len(other):
             return f"it has {len(other):,} tokens, not {len(self):,}"
         ours = self._vocabulary
@@ -234,19 +234,19 @@ class Tokenizer:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The checkpoint's chat templates by name; a single one is "default"."""
+        """The checkpoint's chat templates by name. A single template has the name "default"."""
         templates = self._tokenizer.chat_template
         return {"default": templates} if isinstance(templates, str) else dict(templates or {})
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The variables bos_token, eos_token and so on of chat templates."""
+        """The variables bos_token, eos_token and so on for chat templates."""
         return dict(self._tokenizer.special_tokens_map)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, name: str = "the prompt") -> list[int]:
         """Return the token ids of a prompt, by default with the special tokens that the checkpoint adds.
 
-        The plain spans of a MarkedText are spelled with ordinary tokens.
+        The plain spans of a MarkedText are encoded with ordinary tokens.
         """
         try:
             if getattr(text, "plain", ()):
@@ -286,7 +286,7 @@ class Tokenizer:
 
     @cached_property
     def added_texts(self) -> frozenset[str]:
-        """The texts of the added tokens, or only of the special tokens if the others are unknown."""
+        """The texts of all added tokens; only of the special tokens if the others are unknown."""
         backend = None if self._why_remote else getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return frozenset(self.special_ids)
@@ -295,7 +295,7 @@ class Tokenizer:
     def least_tokens(self, text: str, most: int) -> int:
         """Return a lower bound of a text's number of tokens if the bound exceeds `most`; otherwise 0.
 
-        The cost depends on `most`, not on the text, so that refusing ten megabytes does not delay the other
+        The time depends on `most`, not on the text, so that refusing ten megabytes does not delay other
         requests. Raises RequestError as `encode` does.
         """
         enough = most + int(most * SPARE_SHARE) + SPARE_TOKENS
@@ -313,7 +313,7 @@ class Tokenizer:
 
     @cached_property
     def token_texts(self) -> list[str]:
-        """The text of each token of the vocabulary within a text, with U+FFFD for partial characters."""
+        """The text of each token of the vocabulary inside a text, with U+FFFD for partial characters."""
         return [self._text_within(token) for token in range(len(self))]
 
     @cached_property
@@ -340,7 +340,7 @@ class Tokenizer:
         return str(text)
 
     def token_text(self, token_id: int, *, first: bool = False) -> str:
-        """Return the text of a single token, special or not, within a text or as its first token."""
+        """Return the text of a single token, special or not, within a text or, with `first`, at its start."""
         if first or token_id in self.special_token_ids:
             return self.decode([token_id], skip_special_tokens=False)
         text = self._token_texts.get(token_id)

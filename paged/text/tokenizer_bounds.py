@@ -56,10 +56,10 @@ class _UnboundedError(Exception):
 
 
 def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> str | None:
-    """Return the part of a tokenizer that is not known to take bounded time; None if all parts are known.
+    """Return the part of a tokenizer that may take unbounded time; None if all parts are known to be bounded.
 
-    description: the tokenizer in the library's JSON.
-    has_model: False to check the parts around the model alone.
+    description: the tokenizer as JSON of the tokenizers library.
+    has_model: whether to check the model too, not only the other parts.
     """
     try:
         growth = _growth(description.get("normalizer"), "normalizers", _normalizer)
@@ -85,9 +85,10 @@ def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> 
 
 
 def why_undecodable(description: Mapping[str, Any]) -> str | None:
-    """Return the part that keeps a tokenizer from decoding in bounded time; None if there is none.
+    """Return the part of a tokenizer because of which decoding may take unbounded time; None if there is
+    none.
 
-    Whatever its model is, it decodes by the table of tokens, the added ones and the decoder.
+    Decoding does not depend on the model: it uses the table of tokens, the added tokens and the decoder.
     """
     table = {"type": "BPE", "vocab": {}}
     return why_unbounded(
@@ -96,7 +97,7 @@ def why_undecodable(description: Mapping[str, Any]) -> str | None:
 
 
 def parts_of(backend: Any) -> dict[str, Any]:
-    """Return the description of a tokenizer of the library, without its model and its added tokens."""
+    """Return the description of a tokenizer of the tokenizers library, without model and added tokens."""
     parts = {name: getattr(backend, name) for name in PIPELINE}
     return {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
 

@@ -60,7 +60,7 @@ WAY_OUT = "give another tokenizer with tokenizer=, or do without one: skip_token
 def check_tokenizer(directory: Path) -> None:
     """Raise CheckpointError unless the directory has a vocabulary and the files needed to read it.
 
-    Links must stay within the checkpoint, and the settings must have the types that the loader expects.
+    Links must lead to files of the checkpoint, and settings must have the types that the loader expects.
     """
     if not any(file for pattern in VOCABULARIES for file in directory.glob(pattern)):
         config = directory / "config.json"
@@ -87,7 +87,7 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def allowed_roots(directory: Path) -> list[Path]:
-    """Return the directories that links to a tokenizer's files may lead to.
+    """Return the directories to which links among a tokenizer's files may lead.
 
     The hub's cache keeps a model's files in models--owner--name/blobs and links to them from
     models--owner--name/snapshots/commit.
@@ -126,7 +126,7 @@ def source_of(directory: Path) -> Source:
 def may_load_here(source: Source) -> bool:
     """Return whether a tokenizer's files show that loading it here takes bounded time and memory.
 
-    Raises CheckpointError for a file that is not JSON, or makes text too long.
+    Raises CheckpointError for a file that is not JSON, or a tokenizer that lengthens text too much.
     """
     directory = Path(source.directory)
     file = directory / "tokenizer.json"
@@ -276,9 +276,10 @@ def _check_values(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Kin
 
 
 def damaged_tokenizer(directory: Path, error: BaseException) -> CheckpointError:
-    """Return the error for a tokenizer that was not loaded: a line with the damaged file and the reason.
+    """Return the error for a tokenizer that could not be loaded: one line with the damaged file and the
+    reason.
 
-    error: the error of transformers, which does not always name the file.
+    error: the error that transformers raised. It does not always name the file.
     """
     reason = first_line(error)
     if not reason.startswith(str(directory)):
@@ -287,7 +288,7 @@ def damaged_tokenizer(directory: Path, error: BaseException) -> CheckpointError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
+    """Return the first line of an error's message, or the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" :.") if lines else type(error).__name__
 
@@ -318,7 +319,7 @@ OTHER_FILES = (
 
 
 class DirectTokenizer:
-    """A stand-in for a transformers tokenizer, with the methods that `Tokenizer` uses."""
+    """Replaces a transformers tokenizer if it can be loaded directly: has the methods `Tokenizer` uses."""
 
     def __init__(self, backend: Tokenizer, special_tokens: dict[str, str], chat_template: str | None) -> None:
         self.backend_tokenizer = backend
@@ -327,9 +328,9 @@ class DirectTokenizer:
 
     @classmethod
     def of(cls, directory: Path) -> DirectTokenizer | None:
-        """Return the tokenizer of a directory, or None if transformers must read it.
+        """Return the tokenizer in a directory; None if only transformers can load it.
 
-        Raises CheckpointError for a file that is not JSON, and what the library raises for its own.
+        Raises CheckpointError for a file that is not JSON, and the errors of the tokenizers library.
         """
         files = [directory / name for name in ("config.json", "tokenizer_config.json", "tokenizer.json")]
         if not all(file.exists() for file in files) or any(
@@ -356,7 +357,7 @@ class DirectTokenizer:
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The added tokens by their ids."""
+        """The added tokens by id."""
         added: Mapping[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         return added
 

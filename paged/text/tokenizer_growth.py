@@ -67,9 +67,9 @@ class _Factors(NamedTuple):
 
 
 def why_growing(description: Part) -> str | None:
-    """Return the part of a tokenizer that makes text too long; None if no known part does.
+    """Return the part of a tokenizer that lengthens text too much; None if no known part does.
 
-    description: the library's JSON.
+    description: the tokenizer as JSON of the tokenizers library.
     """
     try:
         decoder = growth("decoder", [description.get("decoder")], MOST_DECODED)
@@ -93,7 +93,7 @@ def why_growing(description: Part) -> str | None:
 
 
 def growth(name: str, parts: Sequence[Part | None], most: int) -> float:
-    """Return by which factor consecutive parts may lengthen a text."""
+    """Return the factor by which consecutive parts may lengthen a text."""
     steps = [step for part in parts for step in _steps_of(part, name)]
     factors = _Factors(1.0, {})
     of_unicode = 1.0  # of the forms of Unicode since another step

@@ -17,11 +17,11 @@ GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 class Source(NamedTuple):
-    """What a tokenizer of transformers is loaded from.
+    """The files and settings from which transformers loads a tokenizer.
 
-    directory: the directory of its files.
+    directory: the directory of the tokenizer's files.
     tokenizer_class, model_type, model_name: the values in config.json.
-    settings: the contents of tokenizer_config.json; `named_class` is its tokenizer_class.
+    settings: the contents of tokenizer_config.json. named_class: its tokenizer_class.
     """
 
     directory: str
@@ -33,5 +33,5 @@ class Source(NamedTuple):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of Rust, whose class cannot be imported."""
+    """Return whether an error is a panic of Rust code. (The class of panics cannot be imported.)"""
     return type(error).__module__ == "pyo3_runtime"

@@ -16,9 +16,9 @@ MOST_CHARACTERS = 500  # of an error's message
 
 
 def load(source: Source) -> Any:
-    """Load a tokenizer with transformers, from the files of its directory and a class of tokenizers.
+    """Load a tokenizer with transformers.
 
-    Raises what the library raises, which does not validate the files.
+    Raises the library's errors of any kind, because it does not validate the files.
     """
     from transformers import AutoTokenizer
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Transcript:
     """The text of a request, updated by `read`.
 
-    The longest suffix that may become a stop string is held back. If stop strings end only the answer, a
-    beginning that may be reasoning or answer is held back, too. Text that was visible never changes.
+    The longest suffix that may become a stop string is held back. If stop strings end only the answer, text
+    is also held back while it may still be either reasoning or answer. Visible text never changes.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -47,7 +47,7 @@ class Transcript:
 
     @property
     def visible(self) -> str:
-        """The text that will not change."""
+        """The text that can no longer change."""
         if self._stops is None or self._is_complete:
             return self._text
         # Extended in place as in `_append`: a slice would copy the whole text for every token.
@@ -59,7 +59,7 @@ class Transcript:
 
     @property
     def num_visible(self) -> int:
-        """The number of characters of the text that will not change."""
+        """The number of characters that can no longer change."""
         if self._stops is None or self._is_complete:
             return len(self._text)
         if self._answer_start is not None and self._answer_start.is_open:
@@ -71,15 +71,15 @@ class Transcript:
         return self._text[start : self.num_visible]
 
     def read_given(self, num_tokens: int) -> None:
-        """Read the first output tokens, which another engine made."""
+        """Read the first output tokens, which another engine generated."""
         first = self.request.num_prompt_tokens
         self._read(self.request.token_ids[first : first + num_tokens])
 
     def read(self) -> str | None:
-        """Read the newest tokens. Return the stop string at which the text ends, or None.
+        """Read the newest tokens. Return the stop string that ends the text; None if there is none.
 
-        A stop string is ignored if it ends within the first min_tokens tokens. In a fork with other stop
-        strings than its parent, it is ignored if it begins in their common text.
+        A stop string is ignored if it ends within the first min_tokens tokens. In a fork with its own stop
+        strings, a stop string is ignored if it begins in the parent's text.
         """
         request = self.request
         # The token that ended the request is part of its text only with include_stop_str_in_output.

@@ -58,9 +58,9 @@ class WorkerLimits:
     """The resources that one call may use.
 
     time_s: seconds of CPU time.
-    wall_s: seconds by the clock; more, as a busy machine gives a process little time.
+    wall_s: seconds of real time; more than time_s, since a busy machine gives a process little time.
     memory: bytes of address space, including the interpreter's.
-    characters: the most characters of the request as JSON, and of the answer.
+    characters: maximum length of the request as JSON, and of the answer.
     """
 
     time_s: float = 5.0
@@ -70,11 +70,11 @@ class WorkerLimits:
 
 
 class Worker:
-    """A client of a worker process, which starts when needed.
+    """A client of a worker process. The process is started when needed.
 
-    module: what the process runs.
-    subject: what uses the resources, for messages such as "the chat template takes more than 5 s".
-    setup: a request that a new process answers before all others, within `setup_s` seconds of CPU time.
+    module: the module that the process runs.
+    subject: the subject of messages such as "the chat template takes more than 5 s".
+    setup: a request that a new process answers first, within `setup_s` seconds of CPU time.
     """
 
     def __init__(
@@ -98,19 +98,19 @@ class Worker:
         self._lock = threading.Lock()  # one request at a time
 
     def set_up(self) -> dict[str, Any]:
-        """Start the process. Return its answer to the setup. Raises RequestError if there is none."""
+        """Start the process. Return its answer to the setup. Raises RequestError if it does not answer."""
         with self._lock:
             self._start()
             return self._finish_setup()
 
     def ask(self, request: dict[str, Any], name: str = "the request") -> dict[str, Any]:
-        """Return the process's answer.
+        """Return the process's answer to a request.
 
         name: the name of the request, for messages.
 
-        A process that is killed or stopped from outside is replaced, and asked once more.
+        If the process is killed or stopped from outside, it is replaced and asked once more.
 
-        Raises RequestError if the request is not JSON or too long, if it exceeds a limit or ends the
+        Raises RequestError if the request is not JSON or is too long, if it exceeds a limit or ends the
         process, or if the answer is an error; WorkerLostError if the second process is lost too.
         """
         try:
@@ -135,9 +135,7 @@ class Worker:
         return self._exchange(line, self.limits.time_s)
 
     def restart(self) -> None:
-        """Start the process if there is none, without waiting for it, so that the next call
-        finds it ready.
-        """
+        """Start the process if it is not running, without waiting, so that the next call finds it ready."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -213,16 +211,16 @@ class Worker:
             self._unsent = self._setup[_write(self._process, self._setup) :]
 
     def close(self) -> None:
-        """End the process. The next request starts another."""
+        """End the process. The next request starts another one."""
         if self._end is not None:
             self._end()
         self._process = None
 
 
 class Workers:
-    """A pool of workers of one kind. Each call has a worker to itself, preferably the one used last.
+    """A pool of workers for the same task. Each call has a worker to itself, preferably the last one used.
 
-    size: the most calls at once; more wait.
+    size: maximum number of concurrent calls; further calls wait.
     """
 
     def __init__(self, size: int, new_worker: Callable[[], Worker]) -> None:
@@ -233,15 +231,15 @@ class Workers:
 
     @property
     def first(self) -> Worker:
-        """The worker of calls that are made one after another."""
+        """The worker that is used if calls do not overlap."""
         return self._workers[0]
 
     def ask(
         self, request: dict[str, Any], name: str = "the request", *, restarts: bool = False
     ) -> dict[str, Any]:
-        """Return a process's answer; see `Worker.ask`.
+        """Return a process's answer to a request; see `Worker.ask`.
 
-        restarts: whether a process that ended is started again at once, before the next call needs it.
+        restarts: whether a process that has ended is restarted at once, before the next call needs it.
         """
         worker = self._free.get()
         try:
@@ -356,9 +354,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(answer: Callable[..., dict[str, Any]]) -> None:
-    """Answer the lines of stdin until it ends, within the limits. The process of a Worker runs this.
+    """Answer the requests on stdin, one per line, within the limits. The process of a Worker runs this.
 
-    answer: takes a request's entries and `most_characters` as arguments. Its MemoryError is answered here.
+    answer: takes a request's entries and `most_characters` as arguments. If it raises MemoryError, `serve`
+        answers with an error.
     """
     memory, most_characters = map(int, sys.argv[1:3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent process

@@ -34,10 +34,13 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "GPTNeoXForCausalLM": {"hidden_size": 512},
     "Glm4MoeForCausalLM": {"hidden_size": 512},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 18},  # which has no default
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-E" * 9},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 18},
 }
 HYBRIDS = (
     *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"),
     *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    *("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM", "FalconH1ForCausalLM"),
 )
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Keys of config.json besides the sizes.
@@ -123,8 +126,9 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, variant):
         pytest.skip("transformers ignores or misreads a scaled rope that is not by layer type")
     if architecture in HYBRIDS and "layer_types" in VARIANTS[variant]:
         pytest.skip("their layers have no windows")
-    if architecture == "GPT2LMHeadModel" and any("rope" in key for key in VARIANTS[variant]):
-        pytest.skip("GPT-2 has no rope, and transformers objects")
+    without_rope = ("GPT2LMHeadModel", "NemotronHForCausalLM")
+    if architecture in without_rope and any("rope" in key for key in VARIANTS[variant]):
+        pytest.skip("these have no rope, and transformers objects")
     hf = known | SIZES | OWN_SIZES.get(architecture, {}) | VARIANTS[variant]
     try:
         whole = completed(hf)
@@ -287,6 +291,61 @@ WRONG_IN: dict[str, tuple[str, dict[str, Any], str]] = {
         "Qwen3_5ForCausalLM",
         {"layer_types": ["linear_attention"]},
         "layer_types must have one type for each of the 36 layers",
+    ),
+    "pattern-of-other-layers": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "M*-"},
+        "hybrid_override_pattern has 3 layers, but num_hidden_layers is 36",
+    ),
+    "list-of-other-layers": (
+        "NemotronHForCausalLM",
+        {"layers_block_type": ["mamba"]},
+        "layers_block_type has 1 layers, but num_hidden_layers is 36",
+    ),
+    "pattern-is-a-number": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": 3},
+        "hybrid_override_pattern must be a string of letters, got 3",
+    ),
+    "absent-pattern": (
+        "NemotronHForCausalLM",
+        {},
+        "layers_block_type is missing, and so is hybrid_override_pattern",
+    ),
+    "heads-of-groups": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "M*" * 18, "n_groups": 3},
+        "mamba_num_heads 128 do not divide among n_groups 3",
+    ),
+    "wide-convolution-of-mamba": (
+        "NemotronHForCausalLM",
+        {"hybrid_override_pattern": "M*" * 18, "conv_kernel": 9},
+        "conv_kernel must be from 2 to 8, got 9",
+    ),
+    "granite-heads": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention"] * 18, "mamba_d_head": 3},
+        "mamba_n_heads 128 of mamba_d_head 3 are not mamba_expand 2 times hidden_size 128",
+    ),
+    "granite-few-types": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba"]},
+        r"layer_types must have one type for each of the 36 layers \(num_hidden_layers\), got 1",
+    ),
+    "falcon-heads": (
+        "FalconH1ForCausalLM",
+        {"mamba_d_ssm": 1000, "mamba_d_head": 8},
+        "mamba_n_heads 128 of mamba_d_head 8 are not mamba_d_ssm 1000",
+    ),
+    "falcon-multipliers": (
+        "FalconH1ForCausalLM",
+        {"ssm_multipliers": [1.0]},
+        r"ssm_multipliers must be 5 numbers, got \[1.0\]",
+    ),
+    "falcon-limits": (
+        "FalconH1ForCausalLM",
+        {"time_step_limit": [1.0, 0.5]},
+        r"time_step_limit\[1\] must be at least 1 and at most 1e\+06, got 0.5",
     ),
     "absent-layer-types": ("Lfm2MoeForCausalLM", {}, "layer_types is missing"),
     "layers-with-attention": (
@@ -451,6 +510,66 @@ def test_layers_of_unknown_kinds_and_models_without_attention_are_refused(archit
         from_hf(known | SIZES | {"layer_types": [kind] * 36})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M*x" * 12},
+            r"pattern\[2\] is 'x'; supported are M",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["mamba", "conv"] * 18},
+            r"layers_block_type\[1\] is 'conv'; supported are linear_attention",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M-" * 18},
+            "without a layer of attention is not",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M*" * 18, "mlp_hidden_act": "silu"},
+            "'silu' is not",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "E*" * 18, "n_shared_experts": 2},
+            "n_shared_experts 2 is not supported; 1 is",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {},
+            "without a layer of attention is not supported, and none of its 36",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["mamba", "conv"] * 18},
+            r"layer_types\[1\] is 'conv'; supported are linear_attention",
+        ),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["attention"] * 36, "position_embedding_type": "alibi"},
+            "position_embedding_type 'alibi' is not supported; 'rope' and 'nope' are",
+        ),
+    ],
+)
+def test_what_hybrids_of_mamba_do_not_have_is_named(architecture, values, message):
+    known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
+    with pytest.raises(UnsupportedModelError, match=message):
+        from_hf(known | SIZES | values)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Mamba2ForCausalLM", "MambaForCausalLM", "RwkvForCausalLM", "xLSTMForCausalLM", "JambaForCausalLM"],
+)
+def test_models_without_attention_are_refused_by_name(name):
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{name}' is not supported"):
+        from_hf({"architectures": [name], "model_type": "x", **SIZES})
+
+
 def test_gemma3_s_context_includes_the_scaling():
     hf = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES}
     scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
@@ -564,6 +683,9 @@ def test_what_layers_of_gemma4_read(is_written_by_layer):
         "qwen2_5_vl",
         "lfm2",
         "lfm2_moe",
+        "nemotron_h",
+        "granitemoehybrid",
+        "falcon_h1",
         "phi3",
         "granite",
         "granite_swa",

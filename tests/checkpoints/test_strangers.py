@@ -223,6 +223,10 @@ def test_no_value_is_too_strange_for_a_message(architecture):
     sound = {"architectures": [architecture], "model_type": NATIVE[architecture].model_type, **SIZES}
     if architecture == "Lfm2MoeForCausalLM":  # it has no default
         sound["layer_types"] = ["conv", "full_attention"] * 3
+    if architecture == "NemotronHForCausalLM":
+        sound["hybrid_override_pattern"] = "M*-E*M"
+    if architecture == "GraniteMoeHybridForCausalLM":
+        sound["layer_types"] = ["mamba", "attention"] * 3
     known = NATIVE[architecture] if architecture in MULTIMODAL else family_of(architecture)
     places = [sound]
     if architecture in MULTIMODAL:

@@ -14,8 +14,10 @@ from paged.base.errors import ConfigError, ResourceError
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs
-from paged.runner.decode_graphs import capture_sizes
+from paged.runner.graph_memory import capture_sizes
 from paged.runner.memory import num_blocks_that_fit
+from tests import graphs
+from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
@@ -113,14 +115,41 @@ def test_requests_that_come_and_go_get_their_own_parameters():
 
 
 @needs_stand_in
-def test_runs_of_drafts_are_decodes_of_several_tokens():
-    """Beside graphs of the steps without drafts; prompts that repeat themselves are guessed."""
+def test_runs_of_drafts_are_graphs_of_as_many_tokens_as_the_longest_run():
+    """Of two prompts that repeat themselves, one beyond a split of 64 keys: their runs differ in length."""
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}
-    case = Case("llama", {"speculative_config": speculation, "max_model_len": 96}, sampled)
+    options = {"speculative_config": speculation, "max_model_len": 96, "cudagraph_capture_sizes": [3]}
     prompts = [[20, 21, 22] * 25, [7, 8] * 3]
-    gpu, engine = compared(case, [{"temperature": 0.0}] * 2, 8, prompts)
-    assert engine.stats().num_drafts > 0
-    assert gpu.num_replays > 0
+    gpu, engine = compared(Case("llama", options, sampled), [{"temperature": 0.0}] * 2, 8, prompts)
+    stats = engine.stats()
+    assert stats.num_drafts > 0
+    assert gpu.num_replays == stats.num_steps - 1  # all but that of the prompts
+    assert {key.num_tokens for key in engine.runner.decode_graphs._late} <= {6, 9}
+    assert engine.runner.decode_graphs._late
+
+
+@needs_stand_in
+def test_passes_of_a_draft_model_are_graphs_of_their_own():
+    """One draws like its request. The guesses of the other are drawn from logits that are edited."""
+    drafts = {"model": str(checkpoint("llama")), "num_speculative_tokens": 3, "adaptive": False}
+    options = {"speculative_config": drafts, "max_model_len": 64, "cudagraph_capture_sizes": [2]}
+    ways: Ways = [{"seed": 1}, {"seed": 2, "logit_bias": {7: 2.0}}]
+    _, engine = compared(Case("llama", options, sampled), ways, 8, [[20, 21, 22] * 3, [7, 8]])
+    of_draft = engine.runner.draft_model.decode_graphs
+    # A pass over the last guess and the token behind it, and passes of a token each; with and without edits.
+    assert {(key.num_tokens // key.num_rows, key.way) for key in of_draft._late} >= {
+        (1, "logits"),
+        (2, "drawn"),
+    }
+    assert engine.stats().num_accepted_tokens == engine.stats().num_draft_tokens > 6
+    assert engine.stats().num_graphs == engine.runner.decode_graphs.num_graphs + of_draft.num_graphs
+
+
+@needs_stand_in
+@pytest.mark.parametrize("seed", [14, 24], ids=["windows, int8, KV fp8, drafts", "GPTQ, KV int8, drafts"])
+def test_drawn_engines_have_the_tokens_of_steps_without_graphs(seed):
+    """Two of many: `python -m tests.graphs` runs them."""
+    assert graphs.check(graphs.drawn_case(seed)) > 3
 
 
 # What the stand-in shows

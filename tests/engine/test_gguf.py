@@ -13,20 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2MoeConfig,
     LlamaConfig,
+    NemotronHConfig,
     Olmo3Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -36,9 +45,10 @@ from paged.architectures.hf_config import read_config
 from paged.checkpoints.gguf.gguf_file import GGML_TYPES, GgufTensor, open_gguf
 from paged.checkpoints.model_directory import resolve
 from paged.model.layers.rotary import scaled_frequencies
+from paged.model.weights.loading import open_tensors
 from paged.simulate.cost import layer_bytes, table_bytes
 from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model
-from tests.support.gguf_files import Stored, Typed, write_gguf
+from tests.support.gguf_files import Stored, Typed, in_type, write_gguf
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -97,6 +107,31 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
     ),
+    # llama.cpp has experts in every layer, divides their weights by the sum, and ties LFM2's head.
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **(CONFIGS["qwen3_next"]().to_dict() | {"mlp_only_layers": [], "norm_topk_prob": True})
+    ),
+    "lfm2_moe": lambda: Lfm2MoeConfig(**(CONFIGS["lfm2_moe"]().to_dict() | {"tie_word_embeddings": True})),
+    # Nor can a file say how long time steps are.
+    "nemotron_h": lambda: NemotronHConfig(**(CONFIGS["nemotron_h"]().to_dict() | {"time_step_min": 0.001})),
+    "nemotron_h_moe-latent": lambda: NemotronHConfig(
+        **(CONFIGS["nemotron_h_moe-latent"]().to_dict() | {"time_step_min": 0.001})
+    ),
+    **{
+        name: lambda name=name: GraniteMoeHybridConfig(
+            **(
+                CONFIGS[name]().to_dict()
+                | {"time_step_limit": (0.0, math.inf), "position_embedding_type": None}
+            )
+        )
+        for name in ("granitemoehybrid", "granitemoehybrid-dense")
+    },
+    "falcon_h1-gate": lambda: FalconH1Config(
+        **(
+            CONFIGS["falcon_h1-gate"]().to_dict()
+            | {"time_step_limit": (0.0, math.inf), "mamba_proj_bias": False, "projectors_bias": False}
+        )
+    ),
     "qwen2_moe": lambda: Qwen2MoeConfig(
         **SHAPE,
         num_experts=6,
@@ -108,7 +143,7 @@ OWN: dict[str, Callable[[], PreTrainedConfig]] = {
 SAME = [
     *("llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "phi3"),
     *("phi3-longrope", "granite", "olmo2", "glm4", "gpt2", "gpt_neox", "olmoe", "mixtral"),
-    *("granitemoe", "glm4_moe", "minimax_m2", "gemma4", "gemma4-experts"),
+    *("granitemoe", "glm4_moe", "minimax_m2", "gemma4", "gemma4-experts", "qwen3_5", "qwen3_5_moe", "lfm2"),
 ]
 
 
@@ -140,6 +175,131 @@ def test_family(name, tmp_path):
     path = write_model(tmp_path / "model.gguf", model)
     lengths = [70, 5] if name == "phi3-longrope" else [40, 9, 1]
     assert_same_tokens(model, path, tmp_path / "hf", lengths, 6)
+
+
+STATES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
+MAMBA = (
+    "nemotron_h",
+    "nemotron_h_moe-latent",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
+    "falcon_h1-gate",
+)
+
+
+@pytest.mark.parametrize("name", [*STATES, *MAMBA])
+def test_tensors_of_states_are_those_of_safetensors(name, tmp_path):
+    """Under the same names, in the same order of rows and columns; of decays the rates."""
+    model = random_model((CONFIGS | OWN)[name]())
+    path = resolve(str(write_model(tmp_path / "model.gguf", model)))
+    model.save_pretrained(tmp_path / "hf")
+    found: list[dict[str, Any]] = []
+    for directory in (path, tmp_path / "hf"):
+        names = read_config(directory).tensor_names
+        with open_tensors(directory, names) as sources:
+            found.append({key: tensor.read().float() for key, tensor in sources.items()})
+    ours, theirs = found
+    rates = {key: value for key, value in ours.items() if key.endswith(".A")}
+    assert bool(rates) == (not name.startswith("lfm2"))
+    if name.startswith("falcon"):  # whose file has these multiplied
+        theirs["model.embed_tokens.weight"] *= model.config.embedding_multiplier
+        theirs["lm_head.weight"] *= model.config.lm_head_multiplier
+    for key, value in rates.items():
+        assert torch.equal(value, -theirs[f"{key}_log"].exp())
+    shared = ours.keys() & theirs.keys()
+    assert {key.rpartition(".")[2] for key in theirs.keys() - shared} <= {"A_log", "weight"}
+    assert len(shared) > len(theirs) / 2
+    for key in shared:
+        torch.testing.assert_close(ours[key], theirs[key], atol=3e-7, rtol=3e-7, msg=key)
+
+
+VISION = {
+    "qwen2vl": lambda: Qwen2Config(**SHAPE),
+    "qwen3vl": lambda: Qwen3Config(**SHAPE),
+    "qwen3vlmoe": OWN["qwen3_moe"],
+}
+
+
+@pytest.mark.parametrize("architecture", VISION)
+def test_text_parts_of_qwen_vl(architecture, tmp_path):
+    """Their metadata says how the three parts of a position are rotated, which are equal in text."""
+    model = random_model(VISION[architecture]())
+    more = {f"{architecture}.rope.dimension_sections": [4, 2, 2, 0], f"{architecture}.n_deepstack_layers": 3}
+    path = write_model(tmp_path / "model.gguf", model, more=more, architecture=architecture)
+    assert_same_tokens(model, path, tmp_path / "hf", [40, 9, 1], 6)
+
+
+def test_further_layers_of_hybrids_are_skipped(tmp_path):
+    """block_count includes the layers that predict further tokens, which are behind the others."""
+    model = random_model(CONFIGS["qwen3_5"]())
+    path = write_model(tmp_path / "model.gguf", model)
+    expected = greedy(new_engine(path), [9], 4)
+    more = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    with mock.patch("tests.support.gguf_models.write_gguf", with_a_further_layer):
+        write_model(path, model, more=more)
+    assert greedy(new_engine(path), [9], 4) == expected
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers 5 contradicts block_count 5"):
+        new_engine(write_model(path, model, more={"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 5}))
+
+
+def with_a_further_layer(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Path:
+    more = {
+        f"blk.4.{part}": tensors["output_norm.weight"] for part in ("attn_norm.weight", "nextn.enorm.weight")
+    }
+    return write_gguf(path, metadata, {**tensors, **more})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ssm.time_step_rank": 3}, "linear_num_value_heads 3 do not divide among linear_num_key_heads 2"),
+        ({"ssm.conv_kernel": 9}, r"linear_conv_kernel_dim must be from 2 to 8, got 9"),
+        ({"ssm.state_size": None}, r"qwen35.ssm.state_size is missing from the metadata"),
+    ],
+    ids=["heads", "convolution", "absent"],
+)
+def test_sizes_of_states_that_do_not_fit(change, message, tmp_path):
+    model = random_model(CONFIGS["qwen3_5"]())
+    more = {f"qwen35.{key}": value for key, value in change.items()}
+    with pytest.raises(CheckpointError, match=message):
+        new_engine(write_model(tmp_path / "model.gguf", model, more=more))
+
+
+def test_rates_above_0_are_refused(tmp_path):
+    model = random_model(OWN["nemotron_h"]())
+    path = tmp_path / "model.gguf"
+
+    def with_a_growing_state(path: Path, metadata: Any, tensors: Mapping[str, Stored]) -> Path:
+        rates = torch.full((4, 1), -1.0)
+        rates[2] = 0.5
+        stored, _ = in_type("F32", rates, torch.Generator())
+        return write_gguf(path, metadata, {**tensors, "blk.3.ssm_a": stored})
+
+    with mock.patch("tests.support.gguf_models.write_gguf", with_a_growing_state):
+        write_model(path, model)
+    message = r"blk.3.ssm_a is 0.5 at \[2\], but must be finite and not above 0"
+    with pytest.raises(CheckpointError, match=message):
+        new_engine(path)
+
+
+def delta_of(**sizes: int) -> Callable[[], PreTrainedConfig]:
+    """Return what makes a Qwen3.5 of two value heads for each key head."""
+    values = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    return lambda: Qwen3_5TextConfig(
+        **{**SHAPE, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64},
+        **values,
+        **sizes,
+        layer_types=["linear_attention", "full_attention"],
+    )
+
+
+@pytest.mark.parametrize(("value_dim", "kind"), [(32, "Q8_0"), (128, "Q4_K"), (128, "Q6_K"), (16, "Q4_1")])
+def test_columns_of_value_heads_in_codes(value_dim, kind, tmp_path):
+    """Groups are moved with their factors; those of half a unit, too; where groups are torn, inputs are."""
+    model = random_model(delta_of(linear_value_head_dim=value_dim)())
+    path = write_model(tmp_path / "model.gguf", model, lambda name: kind if "blk." in name else "F16")
+    engine = assert_same_tokens(model, path, tmp_path / "hf", [33, 2, 9], 4)
+    assert (engine.runner.model.obstacle_to_recording is None) == (value_dim > 16)
 
 
 def q4_k_m(name: str) -> str:

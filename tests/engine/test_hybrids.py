@@ -70,7 +70,7 @@ def test_bits_do_not_depend_on_company(name, alone):
         assert bool(recomputed) == ("recompute" in options.values())
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h", "falcon_h1"])
 def test_bits_do_not_depend_on_chunks_and_blocks(name, alone):
     """A prompt of 61 tokens in chunks of every size, with an engine of another size of blocks for some."""
     engine = new_engine(checkpoint(name), max_num_batched_tokens=64)
@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_chunks_and_blocks(name, alone):
         assert run(other, PROMPTS)[0] == alone[name]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_samples_forks_and_beams_take_states_along(name, alone):
     engine = new_engine(checkpoint(name), max_num_batched_tokens=24)
     crowded = new_engine(checkpoint(name), max_num_batched_tokens=24, num_blocks=9, **SWAP)

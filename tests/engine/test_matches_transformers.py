@@ -125,7 +125,7 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
         *("llama-llama3", "mistral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite", "granite-swa"),
         "olmo2",
         *("olmo3", "gemma2", "gemma3", "smollm3", "glm4", "gpt2", "gpt_neox"),
-        *("gemma4", "gemma4-keys-as-values", "gemma4-unified"),
+        *("gemma4", "gemma4-keys-as-values", "gemma4-unified", "nemotron_h", "falcon_h1-norm"),
     ],
 )
 def test_triton_kernels_match_transformers(name, monkeypatch):

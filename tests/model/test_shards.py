@@ -66,6 +66,10 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3_5", 2, {}),
     ("qwen3_5", 4, BF16),  # two shards have the same key head
     ("lfm2", 2, {**SWAP, **INT8}),
+    ("nemotron_h", 2, {}),
+    ("nemotron_h", 4, BF16),  # the groups of norms are of heads of two shards
+    ("falcon_h1-norm", 2, {**SWAP, **INT8}),
+    ("granitemoehybrid-dense", 4, {}),
     ("gpt2", 2, {}),
     ("gpt2-unscaled", 4, {**BF16, **INT8}),
     ("gpt_neox", 4, {}),

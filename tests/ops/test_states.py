@@ -55,6 +55,25 @@ def conv_case(dtype, size, width, *, gated, with_bias, lengths=LENGTHS, contexts
     }
 
 
+def scan_case(dtype, dims, lengths=LENGTHS, contexts=CONTEXTS):
+    """Return arguments of mamba2_scan; dims: numbers of groups and heads, sizes of states and heads."""
+    torch.manual_seed(3)
+    num_groups, num_heads, state_dim, head_dim = dims
+    num_tokens = sum(lengths)
+    columns = num_heads * head_dim + 2 * num_groups * state_dim
+    wide = torch.randn(num_tokens, columns + num_heads + 3, device=DEVICE).to(dtype) * 2
+    return {
+        "x": wide[:, 3 : 3 + columns],
+        "time_steps": wide[:, 3 + columns :],
+        "rates": -torch.rand(num_heads, device=DEVICE) * 4,
+        "time_bias": torch.randn(num_heads, device=DEVICE),
+        "skip": torch.randn(num_heads, device=DEVICE),
+        "states": torch.randn(NUM_SLOTS, num_heads, state_dim, head_dim, device=DEVICE),
+        **sequences(lengths, contexts),
+        "limits": (0.0, float("inf")),
+    }
+
+
 def doubled(case):
     """Return a case in float64, with states of its own."""
     return {
@@ -95,6 +114,63 @@ def test_gated_delta_at_the_ends_of_its_gates(name, dtype):
     assert ((got - expected).abs() <= 1e-4 + EPS[dtype] * expected.abs()).all()
 
 
+def check_scan(name, dtype, case):
+    """Compare with float64. Every term of the bound is positive, so that no error cancels in it.
+
+    A number of the state takes part in a product and a sum for each token; e^(rate t) is as wrong as rate t
+    is, which no more than 104 of float32's exponents can be; an output adds state_dim products.
+    """
+    exact = doubled(case)
+    sizes = {key: value.abs() if key in ("x", "states", "skip") else value for key, value in exact.items()}
+    expected = reference.mamba2_scan(**exact)
+    largest = reference.mamba2_scan(**sizes)
+    got = load_kernels(name).mamba2_scan(**case)
+    longest = int(case["cu_seqlens_q"].diff().max())
+    terms = longest * (4 + 4 * 104) + case["states"].shape[2] + 16
+    bound = terms * EPS[torch.float32]
+    assert ((got - expected).abs() <= bound * largest + EPS[dtype] * expected.abs() + 1e-30).all()
+    for case_states, expected_states, size in zip(
+        case["states"], exact["states"], sizes["states"], strict=True
+    ):
+        assert ((case_states - expected_states).abs() <= bound * size + 1e-30).all()
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("dims", [(2, 4, 16, 16), (1, 3, 24, 40), (1, 1, 7, 5), (2, 2, 32, 130)], ids=str)
+def test_mamba2_scan_matches_float64(name, dtype, dims):
+    case = scan_case(dtype, dims)
+    before = case["states"].clone()
+    new = case["slots"][[0, 4]].long()  # these begin with zeros, so that what their slots hold is not read
+    case["states"][new] = 1e30
+    check_scan(name, dtype, case)
+    used = case["slots"][[0, 1, 3, 4]].tolist()
+    unused = [slot for slot in range(NUM_SLOTS) if slot not in used]
+    assert torch.equal(case["states"][unused], before[unused])
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+def test_mamba2_scan_at_the_ends_of_its_time_steps(name, dtype):
+    """Decays that underflow to 0 and that are 1, time steps of 0, huge ones, and those that limits change."""
+    steps = [-200.0, 200.0, 0.0, -20.0, -3.0, 60.0, 20.0] * 2
+    for limits in ((0.0, float("inf")), (0.001, float("inf")), (0.25, 2.0)):
+        case = scan_case(dtype, (1, 2, 16, 16)) | {"limits": limits}
+        case["time_steps"][:] = torch.tensor(steps, dtype=dtype, device=DEVICE)[:, None]
+        case["time_bias"][:] = 0.0
+        case["rates"][1] = -1e30
+        check_scan(name, dtype, case)
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+def test_a_nan_stays(name, dtype):
+    """In its own head and sequence alone."""
+    case = scan_case(dtype, (1, 2, 16, 16))
+    case["time_steps"][1, 1] = torch.nan
+    got = load_kernels(name).mamba2_scan(**case)
+    assert got[1:5, 1].isnan().all()
+    assert got[:, 0].isfinite().all()
+    assert got[5:].isfinite().all()
+
+
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("size", "width", "gated", "with_bias"),
@@ -126,6 +202,21 @@ def test_gated_norm_and_sigmoid_match_float64(name, dtype):
     got = kernels.gated_norm(x, weight, gate, 1e-6)
     bound = 64 * EPS[torch.float32] + EPS[dtype]
     assert ((got - expected).abs() <= bound * expected.abs() + 1e-7).all()
+    # Products with the gate that are normalised, with a weight for each head; and products alone.
+    wide = torch.randn(111).to(dtype)
+    for own, first in ((wide, True), (wide, False), (None, False)):
+        options = {"gate_first": first}
+        weights = None if own is None else own.double()
+        expected = reference.gated_norm(x.double(), weights, gate.double(), 1e-6, **options)
+        got = kernels.gated_norm(x, own, gate, 1e-6, **options)
+        assert ((got - expected).abs() <= bound * expected.abs() + 1e-7).all()
+    rows = x.flatten(1).clone()
+    squares = rows.double().relu().square()
+    kernels.relu_squared(squared := rows.clone())
+    assert ((squared - squares).abs() <= EPS[dtype] * squares + 1e-7).all()
+    rows[0, 0] = torch.nan
+    kernels.relu_squared(rows)
+    assert rows.isnan().sum() == 1
     rows = x.flatten(1).clone()
     reference.scale_by_sigmoid(exact := rows.double(), gate.double())
     kernels.scale_by_sigmoid(rows, gate)
@@ -140,19 +231,21 @@ def test_the_same_bits_in_every_division_into_steps(dtype):
     dims, length = (2, 4, 16, 72), 23
     delta = delta_case(dtype, dims, [3, length], [0, 0])
     conv = conv_case(dtype, 300, 4, gated=False, with_bias=False, lengths=[3, length], contexts=[0, 0])
-    whole = [kernels.gated_delta(**delta)[3:], kernels.short_conv(**conv)[3:]]
+    scan = scan_case(dtype, dims, [3, length], [0, 0])
+    operations = kernels.gated_delta, kernels.short_conv, kernels.mamba2_scan
+    cases = delta, conv, scan
+    whole = [operation(**case)[3:] for operation, case in zip(operations, cases, strict=True)]
     slot = int(delta["slots"][1])
-    kept = delta["states"][slot], conv["states"][slot]
+    kept = [case["states"][slot] for case in cases]
     for chunk in (1, 2, 3, 7, 22):
-        own = [delta_case(dtype, dims, [3, length], [0, 0]), dict(conv, states=conv["states"] * torch.nan)]
-        found = [[], []]
+        own = [dict(case, states=case["states"] * torch.nan) for case in cases]
+        found = [[], [], []]
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             step = sequences([end - start], [start]) | {"slots": torch.tensor([5], dtype=torch.int32)}
-            for case, outs, row, operation in zip(
-                own, found, ("qkv", "x"), (kernels.gated_delta, kernels.short_conv), strict=True
-            ):
-                rows = {name: case[name][3 + start : 3 + end] for name in (row, "gates") if name in case}
+            for case, outs, operation in zip(own, found, operations, strict=True):
+                by_token = [name for name in ("qkv", "gates", "x", "time_steps") if name in case]
+                rows = {name: case[name][3 + start : 3 + end] for name in by_token}
                 outs.append(operation(**case | step | rows))
         for outs, expected, case, state in zip(found, whole, own, kept, strict=True):
             assert torch.equal(torch.cat(outs), expected), chunk
@@ -182,6 +275,26 @@ def test_reference_matches_transformers():
     torch.testing.assert_close(reference.short_conv(**conv), expected[0].T, **SAME_IN_FLOAT64)
 
 
+def test_reference_of_mamba2_matches_transformers():
+    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+
+    case = doubled(scan_case(torch.float32, (2, 4, 16, 8), [9], [0])) | {"limits": (0.05, 1.5)}
+    x, keys, queries = case["x"].split([32, 32, 32], dim=1)
+    expected = mamba2_chunk_scan(
+        x.view(1, 9, 4, 8),
+        case["time_steps"][None],
+        case["rates"],
+        keys.view(1, 9, 2, 16),
+        queries.view(1, 9, 2, 16),
+        chunk_size=4,
+        D=case["skip"],
+        dt_bias=case["time_bias"],
+        dt_softplus=True,
+        dt_limit=case["limits"],
+    )
+    assert (reference.mamba2_scan(**case) - expected[0]).abs().max() < 2e-4
+
+
 def test_wrong_inputs_are_named():
     kernels = load_kernels("numba")
     case = delta_case(torch.float32, (2, 4, 16, 16))
@@ -191,6 +304,13 @@ def test_wrong_inputs_are_named():
         kernels.gated_delta(**case | {"slots": case["slots"] * 0})
     with pytest.raises(ValueError, match="seq_lens must be at least the number of new tokens"):
         kernels.gated_delta(**case | {"seq_lens": case["seq_lens"] * 0})
+    scan = scan_case(torch.float32, (2, 4, 16, 16))
+    with pytest.raises(ValueError, match=r"x must have 4 heads of 16 numbers, and B and C of 16 .* got 127"):
+        kernels.mamba2_scan(**scan | {"x": scan["x"][:, 1:]})
+    with pytest.raises(ValueError, match=r"limits must be two ascending numbers from 0 on, got \(1.0, 0.5\)"):
+        kernels.mamba2_scan(**scan | {"limits": (1.0, 0.5)})
+    with pytest.raises(ValueError, match=r"weight must have the 16 numbers of a head, or 64 of all, got 32"):
+        kernels.gated_norm(torch.ones(2, 4, 16), torch.ones(32), torch.ones(2, 64), 1e-6)
     conv = conv_case(torch.float32, 17, 4, gated=False, with_bias=False)
     with pytest.raises(ValueError, match=r"the width of the convolution must be .*, got 9"):
         kernels.short_conv(**conv | {"weight": torch.randn(9, 17)})

@@ -43,6 +43,9 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "phi3-longrope": (2, {}),
     "qwen3_5": (2, {}),  # states, in a stage without attention, too
     "lfm2": (3, {}),
+    "nemotron_h": (3, {}),  # layers of one part, the last with a state
+    "nemotron_h_moe": (5, {}),  # experts alone in a stage, and behind the last layer with a state
+    "falcon_h1": (2, {}),  # heads with K and V and with states in each layer
     "qwen3_moe": (2, {}),  # experts, of which each stage has its own
     "demo": (2, {"dtype": "bfloat16"}),
     "demo in int8": (3, {"dtype": "bfloat16", "quantization": "int8"}),
@@ -96,6 +99,7 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "olmo2": (1, {}),
     "qwen3_5": (2, {}),
     "lfm2": (1, {}),
+    "nemotron_h": (2, {}),
     "demo": (2, {"dtype": "bfloat16"}),
 }
 
@@ -123,6 +127,8 @@ FAMILIES_OF_EXPERTS = (
     "qwen3_5_moe",
     "qwen3_next",
     "lfm2_moe",
+    "nemotron_h_moe",
+    "granitemoehybrid",
 )
 
 
@@ -134,7 +140,7 @@ def test_stages_have_experts_of_each_family(model):
     with ranked_engines(2):
         ranked = new_engine(model)
         assert generated(ranked, PROMPTS, [greedy(5)] * len(PROMPTS)) == expected
-        own = {layer.mixer.layer for layer in ranked.runner.model.layers}
+        own = {layer.index for layer in ranked.runner.model.layers}
         assert 0 < len(own) < plain.runner.model_config.num_layers
     with pytest.raises(ConfigError, match=f"{plain.runner.model_config.architecture} has experts"):
         check_shards(plain.runner.model_config, 2)

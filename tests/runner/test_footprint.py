@@ -28,7 +28,7 @@ from tests.support.gguf_models import write_model
 from tests.support.quantised import Sizes, gptq, quantised_checkpoint
 
 L4 = DATA_SHEETS["L4"]
-OPTION = re.compile(r"(\w+)=('\w+'|\d+)(?: with max_model_len=(\d+))?")
+OPTION = re.compile(r"(\w+)=('\w+'|True|\d+)(?: with max_model_len=(\d+))?")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 
 
@@ -200,29 +200,50 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, mib: float, **options: Any) -> Any:
 
 
 def test_gpu_has_what_its_utilization_leaves(monkeypatch):
-    plan = on_gpu(monkeypatch, 200, gpu_memory_utilization=0.5).footprint
+    plan = on_gpu(monkeypatch, 600, gpu_memory_utilization=0.5).footprint
     assert plan.model.num_bytes == 2 * plan.sizes.model.num_params + 2 * 256 * 9  # norms
-    free = 100 * 2**20 - plan.model.num_bytes - plan.activation_bytes - plan.state_bytes - plan.rope_bytes
+    own = plan.model.num_bytes + plan.activation_bytes + plan.state_bytes + plan.rope_bytes
+    free = 300 * 2**20 - own - plan.graph_bytes
     assert plan.num_blocks == free // plan.sizes.block_bytes < plan.sizes.max_useful_blocks
-    assert plan.num_bytes <= 100 * 2**20
+    assert plan.num_bytes <= 300 * 2**20
     # Block tables, and for each token a count and a flag.
     assert plan.state_bytes == 256 * (4 * 2048 // plan.sizes.block_size + 5 * 4096)
     assert plan.rope_bytes == 4 * 64 * 2048
 
 
-@pytest.mark.parametrize("mib", [30, 90])
-def test_what_is_said_to_fit_does(monkeypatch, mib):
-    made = on_gpu(monkeypatch, mib)
+@pytest.mark.parametrize(("mib", "eager"), [(30, True), (90, True), (210, False)])
+def test_what_is_said_to_fit_does(monkeypatch, mib, eager):
+    made = on_gpu(monkeypatch, mib, enforce_eager=eager)
     assert not made.footprint.fits
     assert made.would_fit
     for text in made.would_fit:
         name, value, length = OPTION.fullmatch(text).groups()
-        options = {name: json.loads(value.replace("'", '"'))}
+        options = {name: json.loads(value.replace("'", '"').replace("True", "true"))}
         if length:
             options["max_model_len"] = int(length)
+        options = {"enforce_eager": eager, **options}
         assert on_gpu(monkeypatch, mib, **options).footprint.fits, text
         if value.isdigit():
             assert not made.footprint.with_options(**{name: int(value) + 1}).fits, text
+    assert any("enforce_eager=True" in text for text in made.would_fit) == (not eager)
+
+
+def test_graphs_are_counted(monkeypatch):
+    """Logits and activations of the largest size, once for all sizes; and each graph's launches."""
+    plans = {most: on_gpu(monkeypatch, 4000, max_cudagraph_capture_size=most).footprint for most in (8, 64)}
+    eager = plans[8].with_options(enforce_eager=True)
+    assert eager.graph_bytes == 0
+    assert eager.num_bytes == plans[8].num_bytes - plans[8].graph_bytes
+    more = plans[64].graph_bytes - plans[8].graph_bytes
+    # In float32: the logits of a graph, a copy to draw from, and those that graphs end with.
+    logits = 3 * 4 * 56 * 4096
+    launches = 4 * 7 * 10 * 4 * 12 * 1024  # of 7 more sizes, and 4 layers
+    shapes = plans[8].sizes.model.kv_shapes.values()
+    sizes = 2048, plans[8].sizes.num_heads, max(shape.value_dim for shape in shapes)
+    partial = plans[8].kernels.partial_bytes
+    assert more == logits + launches + partial(64, *sizes) - partial(8, *sizes)
+    drafting = plans[8].with_options(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert drafting.graph_bytes > plans[8].graph_bytes  # runs of four tokens
 
 
 def test_engine_that_does_not_fit_says_what_would(monkeypatch):

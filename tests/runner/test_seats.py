@@ -204,7 +204,6 @@ def test_kernel_refuses_what_does_not_fit():
             out._replace(
                 seq_lens=out.seq_lens[:1], cu_seqlens_q=out.cu_seqlens_q[:2], tables=out.tables[:, :1]
             ),
-            new_tensors(1, 2, 3, 3),  # tokens beyond the step's, and no row that has them
         ],
     }
     for place, values in wrong.items():
@@ -229,11 +228,11 @@ def new_tensors(
     )
 
 
-@pytest.mark.parametrize("num_padded", [0, 1, 3])
-def test_rows_are_those_of_numpy(num_padded):
+@pytest.mark.parametrize(("num_padded", "num_more_tokens"), [(0, 0), (1, 2), (3, 3), (0, 700), (3, 5)])
+def test_rows_are_those_of_numpy(num_padded, num_more_tokens):
     """The kernel alone, on random rows with seats in any order, against a loop.
 
-    num_padded: rows that the step lacks, with two tokens each.
+    num_padded, num_more_tokens: rows and tokens that the step lacks.
     """
     rng = np.random.default_rng(0)
     for _ in range(5):
@@ -272,7 +271,7 @@ def test_rows_are_those_of_numpy(num_padded):
         tables, last_tokens = torch.tensor(kept, device=DEVICE), torch.tensor(last, device=DEVICE)
         sources = torch.arange(num_rows, dtype=torch.int32, device=DEVICE).flip(0)
         num_out = num_rows + num_padded
-        out = new_tensors(2, num_out, ends[-1] + 2 * num_padded, 300, num_rows)
+        out = new_tensors(2, num_out, ends[-1] + num_more_tokens, 300, num_rows)
         unpack_step(
             *ints,
             last_tokens,
@@ -307,5 +306,5 @@ def test_rows_are_those_of_numpy(num_padded):
             == [start + len(own) for _, start, own, _ in expected[:num_rows]] + [0] * num_padded
         )
         scratch = len(last) - 1
-        assert by_token[:, at:].T.tolist() == [[0, 0, scratch, 0, -1, -1]] * (2 * num_padded)
+        assert by_token[:, at:].T.tolist() == [[0, 0, scratch, 0, -1, -1]] * num_more_tokens
         assert not found[:, num_rows:num_out].any()

@@ -49,6 +49,8 @@ CASES = {
     "glm4": {},
     "qwen2_moe": {"quantization": "int8"},
     "gpt_oss": {},
+    "nemotron_h_moe": {},
+    "falcon_h1": {"quantization": "int8"},
     "gpt2": {},
     "gpt_neox": {"quantization": "int8"},
 }

@@ -182,6 +182,25 @@ _OLMO3 = (
 {%- else %}{{- '<|im_start|>' + ('environment' if m.role == 'tool' else m.role) + '\n' + m.content + '<|im_end|>\n' }}
 {%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n@THINK@' }}{%- endif %}"""
 )
+_LFM2 = (
+    _PYTHONIC
+    + """{%- if tools %}{{- '<|im_start|>system\nList of tools: <|tool_list_start|>' + tools | tojson }}
+{{- '<|tool_list_end|><|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'tool' %}
+{{- '<|tool_response_start|>' + m.content + '<|tool_response_end|>' }}{%- else %}{{- m.content or '' }}{%- endif %}
+{%- if m.tool_calls %}{{- '<|tool_call_start|>[' }}{%- for call in m.tool_calls %}{{- '' if loop.first else ', ' }}
+{{- call_of(call) }}{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+)
+_NEMOTRON_NANO_2 = """{{- '<SPECIAL_10>System\n' }}{%- if tools %}{{- '<AVAILABLE_TOOLS>' + tools | tojson }}
+{{- '</AVAILABLE_TOOLS>\nCall tools by <TOOLCALL>[{"name": name, "arguments": {}}]</TOOLCALL>' }}{%- endif %}{{- '\n' }}
+{%- for m in messages %}{%- if m.role == 'user' %}{{- '<SPECIAL_11>User\n' + m.content + '\n' }}
+{%- elif m.role == 'tool' %}{{- '<SPECIAL_11>User\n<TOOL_RESPONSE>[' + m.content + ']</TOOL_RESPONSE>\n' }}
+{%- elif m.role == 'assistant' %}{{- '<SPECIAL_11>Assistant\n' + (m.content or '').split('</think>')[-1] }}
+{%- if m.tool_calls %}{{- '<TOOLCALL>[' }}{%- for call in m.tool_calls %}{{- '' if loop.first else ', ' }}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}{{- call.function.arguments | tojson }}{{- '}' }}
+{%- endfor %}{{- ']</TOOLCALL>' }}{%- endif %}{{- '\n<SPECIAL_12>\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<SPECIAL_11>Assistant\n<think>\n' }}{%- endif %}"""
 _GLM4 = """[gMASK]<sop>{%- if tools %}<|system|>
 # Tools
 {%- for tool in tools %}
@@ -279,6 +298,16 @@ PUBLISHED = {
     ),
     "Qwen3.5-35B-A3B": Published(
         _chatml(_CODER_SAYS, _CODER_CALL, "<think>\\n"), "qwen3_coder", "think", _IM_END, True
+    ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": Published(
+        _chatml(_CODER_SAYS, _CODER_CALL, "<think>\\n"), "qwen3_coder", "think", _IM_END, True
+    ),
+    "NVIDIA-Nemotron-Nano-9B-v2": Published(
+        _NEMOTRON_NANO_2, "nemotron_json", "think", ("\n<SPECIAL_12>\n",)
+    ),
+    "LFM2-1.2B": Published(_LFM2, "lfm2", None, _IM_END),
+    "Falcon-H1-7B-Instruct": Published(
+        _chatml(_HERMES_SAYS, _HERMES_CALL).replace(_NO_THINK, ""), "hermes", None, _IM_END
     ),
     "GLM-4.5-Air": Published(_GLM45.replace("@BREAK@", "\\n"), "glm45", "think", ("",), True),
     "GLM-4.7": Published(_GLM45.replace("@BREAK@", ""), "glm45", "think", ("",), True),

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -30,6 +31,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     GraniteSWAConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -40,6 +42,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -110,6 +113,61 @@ _DELTA = {
     "linear_value_head_dim": 20,
     "attention_bias": True,
 }
+
+
+# Mamba-2 of Granite 4, with heads of 16 in two groups.
+_GRANITE_MAMBA = {
+    "hidden_size": 64,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "shared_intermediate_size": 40,
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+
+
+def _nemotron_h(pattern: str, **options: Any) -> NemotronHConfig:
+    shape = {
+        name: value for name, value in SHAPE.items() if name not in ("num_hidden_layers", "rms_norm_eps")
+    }
+    sizes = {
+        "layer_norm_epsilon": 1e-4,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 20,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "time_step_min": 0.5,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+    }
+    return NemotronHConfig(hybrid_override_pattern=pattern, **{**shape, **sizes, **options})
+
+
+def _falcon_h1(**options: Any) -> FalconH1Config:
+    sizes = {
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 5.0,
+        "lm_head_multiplier": 0.4,
+        "mlp_multipliers": [0.8, 0.6],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.9, 0.8, 1.2, 1.1, 0.7],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.6,
+        "time_step_limit": (0.3, 1.5),
+    }
+    return FalconH1Config(**{**SHAPE, **sizes, **options})
 
 
 def _rope(kind: str, **values: float) -> dict[str, Any]:
@@ -384,6 +442,35 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         routed_scaling_factor=1.5,
         layer_types=_layer_types("cfcf"),
     ),
+    # One part a layer, as its letters say; a time step of at least the usual one, so that some are.
+    "nemotron_h": lambda: _nemotron_h("M-*M", use_bias=True, mlp_bias=True),
+    "nemotron_h_moe": lambda: _nemotron_h("ME*EM-E", n_group=2, topk_group=1),
+    "nemotron_h_moe-latent": lambda: _nemotron_h("M*E", moe_latent_size=24, mamba_num_heads=6, mlp_bias=True),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **{**_MOE, **_GRANITE_MAMBA, "intermediate_size": 24, "num_hidden_layers": 3},
+        num_local_experts=6,
+        layer_types=_layer_types("lfl"),
+        time_step_limit=(0.4, 0.9),
+    ),
+    "granitemoehybrid-dense": lambda: GraniteMoeHybridConfig(
+        **{**SHAPE, **_GRANITE_MAMBA, "num_hidden_layers": 3},
+        num_local_experts=0,
+        layer_types=_layer_types("llf"),
+        position_embedding_type="rope",
+    ),
+    "granitemoehybrid-attention": lambda: GraniteMoeHybridConfig(
+        **{**SHAPE, **_GRANITE_MAMBA},
+        num_local_experts=0,
+        layer_types=_layer_types("ff"),
+        position_embedding_type="rope",
+    ),
+    "falcon_h1": lambda: _falcon_h1(mamba_rms_norm=False, mamba_d_ssm=40, mamba_n_heads=5),
+    "falcon_h1-norm": lambda: _falcon_h1(
+        mamba_rms_norm=True, mamba_norm_before_gate=True, mamba_n_groups=2, attention_bias=True, mlp_bias=True
+    ),
+    "falcon_h1-gate": lambda: _falcon_h1(
+        mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_proj_bias=True, projectors_bias=True
+    ),
     "gpt2": lambda: GPT2Config(**{**OLD_SHAPE, "tie_word_embeddings": True}, n_inner=72),
     "gpt2-unscaled": lambda: GPT2Config(**OLD_SHAPE, activation_function="gelu", scale_attn_weights=False),
     "gpt_neox": lambda: GPTNeoXConfig(**OLD_SHAPE, intermediate_size=72, rotary_pct=0.6),
@@ -421,9 +508,15 @@ def _mistral3(text: str) -> PreTrainedConfig:
 MIXTURES = (
     *("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "minimax_m2", "granitemoe", "gpt_oss"),
     *("gemma4-experts", "qwen3_5_moe", "qwen3_next", "lfm2_moe"),
+    *("nemotron_h_moe", "nemotron_h_moe-latent", "granitemoehybrid"),
 )
 # Those whose layers keep states, beside some with attention.
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe")
+HYBRIDS = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe"),
+    *("nemotron_h", "nemotron_h_moe", "granitemoehybrid", "falcon_h1"),
+)
+# transformers computes the whole text again for each token: its cached decodes do not limit time steps.
+_WHOLE = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 
 
 def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
@@ -592,6 +685,7 @@ class Reference:
                 max_new_tokens=max_tokens,
                 min_new_tokens=max_tokens,
                 output_logits=True,
+                use_cache=model.config.model_type not in _WHOLE,
                 return_dict_in_generate=True,
             )
             tokens = result.sequences[0, len(prompt) :].tolist()

@@ -32,7 +32,7 @@ SCALARS: list[Any] = [
     None, "x", b"x", [1], {}, math.nan, math.inf, -1, -1.0, 0, 2, 0.5, 2**31, 2**64, HUGE, -HUGE, 1j, True,
     False, np.float32(0.5), np.int64(1), np.ones(2), object, torch.float64,
 ]  # fmt: skip
-FLAGS = ("unit_offset", "add", "tanh", "pairs", "gated", "panels.gated")
+FLAGS = ("unit_offset", "add", "tanh", "pairs", "gated", "panels.gated", "gate_first")
 INTS = (
     "max_seqlen_q", "min_seqlen_q", "max_decode_q", "sliding_window", "num_top", "panels.out_features",
 )  # fmt: skip
@@ -152,6 +152,8 @@ def _may_be(name: str, value: Any) -> bool:
         return type(value) is int and 0 <= value <= 2**31
     if name == "dtype":
         return value is None
+    if name == "limits":
+        return False
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and (0 <= value <= 1 if name == "eps" else 0 < value < 2**100)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support import gguf_states
 from tests.support.gguf_files import Stored, in_type, write_gguf
 
 ARCHITECTURES = {
@@ -24,6 +25,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
+_FLOATS = ("ffn_gate_inp", "conv", "ssm_a", "ssm_d", "ssm_norm")  # which llama.cpp never quantises
 INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 # From keys of config.json to those of the metadata; whichever there are.
 KEYS = {
@@ -61,9 +63,9 @@ KEYS = {
 }
 
 
-def metadata_of(config: Any) -> dict[str, Any]:
-    """Return the metadata of a model, without a tokenizer."""
-    name = ARCHITECTURES.get(config.model_type, config.model_type)
+def metadata_of(config: Any, name: str = "") -> dict[str, Any]:
+    """Return the metadata of a model, without a tokenizer. name: what general.architecture is."""
+    name = name or ARCHITECTURES.get(config.model_type) or gguf_states.architecture_of(config)
     found: dict[str, Any] = {}
     values = config.to_dict()
     for theirs, ours in KEYS.items():
@@ -92,6 +94,9 @@ def metadata_of(config: Any) -> dict[str, Any]:
         kinds = [kind == "sliding_attention" for kind in config.layer_types]
         found["attention.sliding_window_pattern"] = kinds
     found |= _rope(config, name, found["attention.key_length"])
+    if gguf_states.has_states({"general.architecture": name}):
+        found |= gguf_states.metadata_of(config, name)
+        found = {key: value for key, value in found.items() if value is not None}
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in found.items()}
 
 
@@ -148,19 +153,22 @@ def write_model(
     type_of: Callable[[str], str] = lambda _: "F32",
     more: Mapping[str, Any] | None = None,
     seed: int = 0,
+    architecture: str = "",
 ) -> Path:
     """Write a model, and give it the numbers that the file has.
+
+    architecture: by default that of the model.
 
     type_of: the type of a weight, by its name in the file; vectors and routers are F32.
     more: metadata; None takes a key out.
     """
     generator = torch.Generator().manual_seed(seed)
-    metadata = metadata_of(model.config)
+    metadata = metadata_of(model.config, architecture)
     tensors: dict[str, Stored] = {}
     with torch.no_grad():
         for own, parameter in _named(model, metadata):
             weight = _converted(own, parameter, model.config, metadata)
-            kind = type_of(own) if weight.dim() > 1 and "ffn_gate_inp" not in own else "F32"
+            kind = "F32" if weight.dim() == 1 or any(part in own for part in _FLOATS) else type_of(own)
             tensors[own], numbers = in_type(kind, weight, generator)
             if kind != "F32":
                 parameter.copy_(_restored(own, numbers, model.config, metadata))
@@ -187,7 +195,9 @@ def _named(model: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
     """Yield parameters by their names in a file: gates and ups of experts apart, and one row as a vector."""
     parameters = [*model.named_parameters(), *_buffers(model)]
     for name, parameter in parameters:
-        if "experts.gate_up_proj" in name and metadata["general.architecture"] != "gemma4":
+        if gguf_states.has_states(metadata):
+            yield from gguf_states.named(name, parameter, model.config, metadata)
+        elif "experts.gate_up_proj" in name and metadata["general.architecture"] != "gemma4":
             is_bias = name.endswith("_bias")
             last = name.removesuffix("_bias").replace("gate_up", "{}") + (".bias" if is_bias else ".weight")
             last = last.replace("block_sparse_moe.", "mlp.")
@@ -217,7 +227,7 @@ def _named(model: Any, metadata: Mapping[str, Any]) -> Iterator[tuple[str, Tenso
 def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that files have."""
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "layer_scalar")):
+        if name.endswith(("e_score_correction_bias", "layer_scalar", "expert_bias")):
             yield name, buffer
 
 
@@ -243,6 +253,8 @@ def name_of(name: str, metadata: Mapping[str, Any]) -> str:
 
 def _converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
     architecture = metadata["general.architecture"]
+    if gguf_states.has_states(metadata):
+        return gguf_states.converted(own, weight, config, metadata)
     if architecture in ("gemma2", "gemma3") and own.endswith("norm.weight"):
         return weight + 1
     if architecture == "gpt2" and weight.dim() == 2 and own.startswith("blk."):
@@ -252,6 +264,13 @@ def _converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any
 
 def _restored(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
     out = torch.empty_like(weight)
+    if gguf_states.has_states(metadata):
+        part = own.split(".", 2)[-1]
+        if part == "ssm_out.weight":
+            out[:, gguf_states.columns_of(weight.shape[1], config, metadata)] = weight
+        else:
+            out[gguf_states.order_of(part, len(weight), config, metadata)] = weight
+        return out
     out[_order(own, weight, config, metadata)] = weight
     return out
 

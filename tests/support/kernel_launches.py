@@ -222,7 +222,9 @@ def other_launches(
 def _state_launches(
     kernels: Kernels, dtype: torch.dtype, num_tokens: int
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield launches of the layers with states of Qwen3.5-9B and LFM2-1.2B, over one sequence."""
+    """Yield launches of the layers with states of Qwen3.5-9B, LFM2-1.2B and Nemotron 3 Nano, over one
+    sequence.
+    """
     sequence = tuple(torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2))
     columns, num_heads = 8192, 32
     made = torch.empty(num_tokens, columns + 4096 + 2 * num_heads, dtype=dtype)
@@ -240,6 +242,7 @@ def _state_launches(
     yield "", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence)
     heads = torch.empty(num_tokens, num_heads, 128, dtype=dtype)
     yield "", lambda: kernels.gated_norm(heads, torch.empty(128, dtype=dtype), gate, 1e-6)
+    yield from _mamba_launches(kernels, dtype, num_tokens)
     attended = torch.empty(num_tokens, 4096, dtype=dtype)
     yield "", lambda: kernels.scale_by_sigmoid(attended, gate)
 
@@ -262,6 +265,28 @@ def _lora_launches(
             slots,
         )
         yield f"{rank}x{len(sizes)}", lambda given=given: kernels.add_lora(*given)
+
+
+def _mamba_launches(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    sequence = tuple(torch.zeros(size, dtype=torch.int32) for size in (1, 1, 2))
+    inner, columns, num_heads = 4096, 6144, 64
+    made = torch.empty(num_tokens, inner + columns + num_heads, dtype=dtype)
+    gate, x, steps = made.split([inner, columns, num_heads], dim=1)
+    inputs = torch.empty(4, 3, columns, dtype=dtype)
+    taps, of_columns, of_heads = torch.empty(4, columns), torch.empty(columns), torch.empty(num_heads)
+    yield "bias", lambda: kernels.short_conv(x, taps, of_columns, inputs, *sequence, gated=False)
+    states = torch.empty(4, num_heads, 128, 64)
+    mixed = torch.empty(num_tokens, columns, dtype=dtype)
+    given = of_heads, of_heads, of_heads, states
+    limits = 0.001, float("inf")
+    yield "", lambda: kernels.mamba2_scan(mixed, steps, *given, *sequence, limits=limits)
+    groups, weight = torch.empty(num_tokens, 8, 512, dtype=dtype), torch.empty(inner, dtype=dtype)
+    yield "gate first", lambda: kernels.gated_norm(groups, weight, gate, 1e-5, gate_first=True)
+    yield "no norm", lambda: kernels.gated_norm(groups, None, gate, 1e-5)  # Falcon-H1's
+    inner_rows = torch.empty(num_tokens, 4 * 2688, dtype=dtype)
+    yield "relu_squared", lambda: kernels.relu_squared(inner_rows)
 
 
 def _norm_launches(

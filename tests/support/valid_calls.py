@@ -247,8 +247,18 @@ def _gated_norm(kernels: Kernels, generator: random.Random) -> Call:
         "weight": torch.randn(size).to(dtype),
         "gate": torch.randn(num_tokens, num_heads * size).to(dtype),
         "eps": 1e-5,
+        "gate_first": generator.random() < 0.5,
     }
-    return Call("gated_norm", kernels.gated_norm, arguments, expected=reference.gated_norm)
+    if generator.random() < 0.5:
+        arguments["weight"] = torch.randn(num_heads * size).to(dtype)
+    return Call(
+        "gated_norm", kernels.gated_norm, arguments, optional=("weight",), expected=reference.gated_norm
+    )
+
+
+def _relu_squared(kernels: Kernels, generator: random.Random) -> Call:
+    x = torch.randn(generator.randint(1, 4), generator.choice([1, 16, 37])).to(_dtype(generator))
+    return Call("relu_squared", kernels.relu_squared, {"x": x}, ("x",), expected=reference.relu_squared)
 
 
 def _add_lora(kernels: Kernels, generator: random.Random) -> Call:
@@ -322,6 +332,32 @@ def _gated_delta(kernels: Kernels, generator: random.Random) -> Call:
         indices={"slots": 4},
         distinct=("slots",),
         expected=reference.gated_delta,
+    )
+
+
+def _mamba2_scan(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_groups = _dtype(generator), generator.randint(1, 2)
+    num_heads, state_dim, head_dim = num_groups * generator.randint(1, 2), 8, generator.choice([5, 16])
+    sequences, num_tokens = _sequences(generator)
+    columns = num_heads * head_dim + 2 * num_groups * state_dim
+    arguments = {
+        "x": torch.randn(num_tokens, columns).to(dtype),
+        "time_steps": torch.randn(num_tokens, num_heads).to(dtype),
+        "rates": -torch.rand(num_heads),
+        "time_bias": torch.randn(num_heads),
+        "skip": torch.randn(num_heads),
+        "states": torch.randn(4, num_heads, state_dim, head_dim),
+        **sequences,
+        "limits": generator.choice([(0.0, float("inf")), (0.5, 1.0)]),
+    }
+    return Call(
+        "mamba2_scan",
+        kernels.mamba2_scan,
+        arguments,
+        ("states",),
+        indices={"slots": 4},
+        distinct=("slots",),
+        expected=reference.mamba2_scan,
     )
 
 
@@ -524,7 +560,7 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
     _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
     _grouped_linear, _sum_experts, _scale_by_sigmoid, _gated_norm, _short_conv, _gated_delta,
-    _add_lora,
+    _mamba2_scan, _relu_squared, _add_lora,
 ]  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def scratch_size(
 
 
 def in_place_bytes(num_rows: int, head_dim: int) -> int:
-    """Return the bytes that an AMX decode of num_rows rows needs for tile configurations, K Qᵀ and Qᵀ."""
+    """Return the scratch bytes of an AMX decode of num_rows rows: tile configurations, K Qᵀ and Qᵀ."""
     return 3 * LINE + TILE * LINE + 2 * num_rows * 2 * head_dim
 
 
@@ -93,7 +93,7 @@ LEAST_ROWS = 64
 
 
 class Plan(NamedTuple):
-    """The division of one step's attention into work units, for every layer of the same shape."""
+    """The division of one step's attention into work units, for every layer with the same shape."""
 
     units: NDArray[np.int64]  # [num_units, 8], see units.ATTEND
     merges: NDArray[np.int64]  # [num_merges, 8]
@@ -121,9 +121,9 @@ def plan_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> _LayerPlan:
-    """Check the inputs, and divide the work for `paged_attention`, which has the same parameters.
+    """Check the inputs and divide the work. `paged_attention` has the same parameters.
 
-    Raises ValueError where they do not fit together.
+    Raises ValueError if the inputs do not fit together.
     """
     check_tensor("query", query)
     check_device("query", query, torch.device("cpu"))
@@ -174,8 +174,8 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    max_decode_q and min_seqlen_q are hints that change nothing here. In `TrustedContents` only the layer that
-    the plan was made for was checked; other layers are only compared with its layout. Raises ValueError if
+    max_decode_q and min_seqlen_q are hints that have no effect here. Inside `TrustedContents`, a layer is not
+    checked but only compared with the layout of the layer that the plan was made for. Raises ValueError if
     the tensors or the plan do not fit.
     """
     if plan is None:
@@ -248,11 +248,11 @@ def plan_units(
     num_kv_heads: int,
     num_threads: int,
 ) -> Plan:
-    """Divide a step into units of similar size, the longest first. The division does not change any bit.
+    """Divide a step into work units of similar size, the longest first. The division does not change any bit.
 
-    A decode, of up to MAX_DECODE tokens, is one unit with all its heads, so that memory is read in order. If
-    that is too much work for one thread, its KV heads become units, and then its splits of SPLIT_KEYS keys. A
-    prompt has a unit for each KV head and tile of query tokens.
+    A decode (at most MAX_DECODE tokens) is one unit with all heads, so that memory is read in order. If that
+    is too much work for one thread, the decode is divided by KV head, and then also into splits of SPLIT_KEYS
+    keys. A prompt has a unit for each KV head and tile of query tokens.
     """
     query_lens = np.diff(cu_seqlens_q)
     work = seq_lens.astype(np.int64) * query_lens

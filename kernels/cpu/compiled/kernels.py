@@ -23,7 +23,7 @@ KERNELS: dict[str, Callable[[int], None]] = {}
 
 
 def kernel(name: str) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
-    """Decorate a kernel, the function that every thread runs: it takes the address of a record."""
+    """Decorate a kernel: the function that every thread runs, given the address of a record."""
 
     def decorate(function: Callable[[int], None]) -> Callable[[int], None]:
         KERNELS[name] = function
@@ -35,7 +35,8 @@ def kernel(name: str) -> Callable[[Callable[[int], None]], Callable[[int], None]
 def each_unit(task: Task) -> Callable[[Callable[..., None]], Callable[[int], None]]:
     """Decorate do(args, unit) or do(args, unit, scratch), which computes one work unit of a task.
 
-    Every thread claims one unit after the other until none is left. scratch: memory of the thread.
+    Every thread claims one unit after the other until none is left. scratch is the thread's own scratch
+    memory.
     """
 
     def decorate(do: Callable[..., None]) -> Callable[[int], None]:
@@ -72,7 +73,7 @@ def thread_scratch(args, counters):
 def compile_kernel(name: str) -> tuple[str, bytes]:
     """Compile a kernel into the cache. Return its symbol and object code. Raises ImportError.
 
-    It is the variant that this process compiles, if it has chosen one (`variants.compile_only`).
+    If this process has chosen a variant of the kernel (`variants.compile_only`), the variant is compiled.
     """
     writable_directory()  # raises before it takes time
     if name not in KERNELS:

@@ -20,7 +20,7 @@ def _initialize() -> None:
 
 
 def place_by_llvm(symbol: str, code: bytes) -> tuple[int, Any]:
-    """Load an object file. Return the address of the symbol, and the owner of its memory."""
+    """Load an object file with LLVM. Return the address of the symbol, and the owner of its memory."""
     _initialize()
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
     use_lmm = config.USE_LLVMLITE_MEMORY_MANAGER

@@ -10,7 +10,7 @@ from numba.core import config
 
 
 def target_of_llvm() -> tuple[str, int, bool, bool, bool]:
-    """Return the fields of `cache_files.Target`."""
+    """Return what LLVM says about this CPU, as the fields of `target.Target`."""
     lanes = 16 if _has("avx512f") else 8 if _has("avx2") else 4
     is_wide = lanes == 16
     has_dot = is_wide and _has("avx512bf16") and _has("avx512vbmi")

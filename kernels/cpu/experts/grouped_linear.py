@@ -15,9 +15,9 @@ _CPU = torch.device("cpu")
 
 
 class ExpertPanels:
-    """The packed weights of all experts for `grouped_linear`, each as `pack` makes it, with its bias.
+    """The packed weights of all experts, with their biases, for `grouped_panel_linear`.
 
-    Raises ValueError if they differ in shape, or in whether they are gated or in pairs.
+    Raises ValueError if the weights differ in shape, or in whether they are gated or in pairs.
     """
 
     def __init__(self, weights: Iterable[Panels], biases: Iterable[Tensor] | None = None) -> None:
@@ -55,14 +55,14 @@ class ExpertPanels:
 
     @property
     def first(self) -> Panels:
-        """The weight of the first expert. All others are packed alike."""
+        """The weight of the first expert. All others are packed in the same way."""
         return self.weights[0]
 
     def __len__(self) -> int:
         return len(self.weights)
 
     def of_rows(self, offsets: Tensor) -> WeightsOfRows:
-        """Return the weights with the rows of each."""
+        """Return the weights together with the range of rows of each expert."""
         return WeightsOfRows(self._table, offsets, self._has_groups, self._kinds)
 
 
@@ -71,9 +71,9 @@ def _shape_of(own: Panels) -> tuple[int, int, bool, bool]:
 
 
 def expert_memory(first: Panels, num_experts: int) -> Tensor:
-    """Allocate memory for the panels of all experts, packed like the first one: [num_experts, ...].
+    """Allocate memory for the panels of all experts, each packed like the first one: [num_experts, ...].
 
-    One array fills huge pages; separate arrays would each leave part of their memory to small pages.
+    One array fills huge pages. Of separate arrays, parts would lie in small pages.
     """
     return in_huge_pages(first.weight.new_empty(num_experts, *first.weight.shape))
 
@@ -85,10 +85,11 @@ def grouped_panel_linear(
     sources: Tensor | None = None,  # i64[num_rows]: the row of x that each row is
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # [num_rows, out_features], gated half as wide
-    """Multiply the rows of each expert by its weight, see `reference.grouped_linear`, in one launch.
+    """Multiply the rows of each expert by its weight, in one launch; see `reference.grouped_linear`.
 
-    The launch is the same for all offsets: threads find their units of work from the offsets. dtype: of the
-    result, by default that of x.
+    The launch is the same for all offsets, since threads find their units of work from the offsets.
+
+    dtype: the dtype of the result, by default the dtype of x.
     """
     if not is_trusted():
         check_result_dtype(torch.float32 if dtype is None else dtype)

@@ -52,6 +52,7 @@ SECONDS = {
     "rows.gelu_and_mul.gelu_and_mul": 0.5,
     "rows.greedy.greedy": 0.3,
     "rows.layer_norm.layer_norm": 1.4,
+    "rows.relu_squared.relu_squared": 0.5,
     "rows.rms_norm.rms_norm": 0.9,
     "rows.rotary_store_kv.rotary_store_kv": 3.0,
     "rows.route.route": 0.7,
@@ -69,6 +70,7 @@ SECONDS = {
     "sampling.sample_tokens.sample": 3.5,
     "sampling.token_logprobs.logprobs": 0.5,
     "states.gated_delta.gated_delta": 2.0,
+    "states.mamba2_scan.mamba2_scan": 1.5,
     "states.short_conv.short_conv": 0.5,
 }
 # Of a kernel with variants: the seconds of what they share, and in how many kinds the others are divided.
@@ -104,7 +106,7 @@ def _file_name(name: str, source: str = _SOURCE) -> str:
 
 
 def directory_of(name: str) -> Path | None:
-    """Return the directory that has a file for this kernel, or None. `find` tells whether it is intact."""
+    """Return the cache directory with a file for this kernel; None if there is none. `find` checks it."""
     for place in directories():
         with suppress(OSError):
             if is_trusted(place, (place / _file_name(name)).stat()):
@@ -113,7 +115,7 @@ def directory_of(name: str) -> Path | None:
 
 
 def find(name: str) -> tuple[str, bytes] | None:
-    """Return the symbol of a kernel and its object code, if they are in the cache."""
+    """Return the symbol of a kernel and its object code; None if they are not in the cache."""
     found = cached_file(_file_name(name)) or b""
     digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
     if sha256(data).digest() != digest:
@@ -123,7 +125,7 @@ def find(name: str) -> tuple[str, bytes] | None:
 
 
 def keep(name: str, code: tuple[str, bytes]) -> None:
-    """Write a kernel to the cache, and delete old ones from other sources. Raises ImportError."""
+    """Write a kernel to the cache, and delete old files from other sources. Raises ImportError."""
     data = code[0].encode() + b"\0" + code[1]
     place = writable_directory()
     try:
@@ -145,10 +147,9 @@ def _age(file: Path) -> float:
 
 @contextmanager
 def claimed(name: str) -> Iterator[bool]:
-    """Try to claim a kernel for compilation. Yield whether this process got the claim rather than another
-    one.
+    """Try to claim a kernel for compilation. Yield whether this process got the claim.
 
-    The system releases the claim when the process ends, however that happens.
+    The system releases the claim when the process ends in any way.
     """
     file = writable_directory() / f"{name}-{TARGET.setting}.lock"
     with file.open("ab") as lock:
@@ -177,18 +178,18 @@ def _is_at(file: Path, descriptor: int) -> bool:
 
 
 def variant(kernel: str, kinds: Iterable[int] | None) -> str:
-    """Return the name of a kernel that is compiled for these kinds; None: for all."""
+    """Return the name of a kernel's variant that is compiled only for these kinds; None for all kinds."""
     return kernel if kinds is None else f"{kernel}+{'-'.join(map(str, sorted(kinds)))}"
 
 
 def parts(name: str) -> tuple[str, frozenset[int] | None]:
-    """Return a kernel's own name, and the kinds that the name has; None: all."""
+    """Split a name into the kernel's own name and the kinds of its variant; None stands for all kinds."""
     kernel, _, kinds = name.partition("+")
     return kernel, frozenset(map(int, kinds.split("-"))) if kinds else None
 
 
 def holder_of(name: str) -> str | None:
-    """Return what the cache has in place of a variant, or of a kernel: itself, or one for more kinds."""
+    """Return the name of a cached kernel or variant that can stand in for `name`; None if there is none."""
     kernel, kinds = parts(name)
     if directory_of(kernel) is not None:
         return kernel
@@ -205,13 +206,13 @@ def holder_of(name: str) -> str | None:
 
 
 def missing_kernels(names: Iterable[str] | None = None) -> list[str]:
-    """Return which of these, by default of all kernels, the cache lacks; those that take longest first."""
+    """Return the kernels among `names` (by default all) that the cache lacks, slowest to compile first."""
     missing = [name for name in (SECONDS if names is None else names) if holder_of(name) is None]
     return sorted(missing, key=seconds_of, reverse=True)
 
 
 def seconds_of(name: str) -> float:
-    """Return the seconds that a kernel or a variant takes."""
+    """Return the seconds that compiling a kernel or a variant takes."""
     kernel, kinds = parts(name)
     whole = SECONDS.get(kernel, 0.5)
     if kinds is None:

@@ -45,7 +45,8 @@ Call = tuple[Callable[..., None], tuple[Tensor, ...]]
 class Recorder(TorchDispatchMode):
     """A context in which launches are recorded, not executed, and no memory is touched.
 
-    Allocations must be `empty` and its kin; any other operation that computes raises NotRecordableError.
+    Only allocations such as `empty` are allowed. An operation of torch that computes raises
+    NotRecordableError.
     """
 
     def __init__(self) -> None:
@@ -96,10 +97,11 @@ _ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_
 class Graph:
     """Recorded launches, to be replayed with other inputs of the same shapes.
 
-    Tensors allocated during the recording lie in the memory given to `use_memory`, which graphs that do not
-    run at once may share. Whatever else the launches read, weights for example, must stay where it is.
+    Tensors allocated during the recording lie in the memory given to `use_memory`. Graphs that never run
+    concurrently may share this memory. Everything else that the launches read, such as weights, must stay at
+    its address.
 
-    num_bytes: the size of that memory.
+    num_bytes: the size of the memory for `use_memory`.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class Graph:
                 recorded.tensors[number] = _placed(memory[at:], recorded.tensors[number])
 
     def launches_of(self, task: Task, **fields: int) -> NDArray[np.intp]:
-        """Return the launches of a task whose fields have these values."""
+        """Return the launches of a task in which these fields have these values."""
         chosen = np.array([own is task for own in self._tasks])
         for field, value in fields.items():
             chosen &= self._table[:, column(field, task)] == value
@@ -226,7 +228,7 @@ class Graph:
             self._table[launches, column(field, task)] = value
 
     def use_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Read these inputs from now on."""
+        """Read these inputs in later replays."""
         for (where, offsets), tensor in zip(self._inputs, inputs, strict=True):
             self._flat[where] = tensor.data_ptr() + offsets
         for recorded in self._calls:
@@ -234,7 +236,7 @@ class Graph:
                 recorded.tensors[number] = inputs[own]
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch everything. Return the outputs, which the next replay overwrites."""
+        """Launch everything. Return the outputs. The next replay overwrites them."""
         self._counters.fill(0)
         for (address, num_rows, row_bytes), recorded in zip_longest(self._runs, self._calls):
             # The threads are asked for at each replay, as a forked process has others.
@@ -278,7 +280,7 @@ def _table(launches: Sequence[Launch]) -> NDArray[np.int64]:
 
 
 def column(field: str, task: Task = GRAPH) -> int:
-    """Return the index of a field in a row; the first fields are the same for every task."""
+    """Return the index of a field in a row of launches. The first fields are the same for every task."""
     return ROW_RECORD // 8 + task.fields.index(field)
 
 

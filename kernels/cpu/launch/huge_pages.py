@@ -17,9 +17,9 @@ _ADVICE = 14  # MADV_HUGEPAGE
 
 
 def in_huge_pages(x: Tensor) -> Tensor:
-    """Ask the system for huge pages in the memory of x, which must not have been touched yet. Return x.
+    """Ask the system for huge pages for the memory of x, which must be untouched so far. Return x.
 
-    Does nothing on other systems than Linux, on other devices, or if x contains no whole huge page.
+    Does nothing on systems other than Linux, on devices other than CPUs, or if x contains no whole huge page.
     """
     advise = _advise()
     if advise is None or not x.is_cpu:

@@ -24,11 +24,11 @@ _C_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class MachineCode(NamedTuple):
-    """A kernel as a C function of an address.
+    """A kernel as a C function that takes an address.
 
-    kinds: of a variant, that it is compiled for; None: all.
-    owner: of its memory. Each kernel has its own, as numba numbers functions of the same name: code compiled
-    by two processes may use one symbol for two functions.
+    kinds: the kinds that a variant is compiled for; None for all kinds.
+    owner: the owner of the code's memory. Each kernel has its own owner, because numba numbers functions of
+        the same name, so that code from two processes may use one symbol for two functions.
     """
 
     address: int
@@ -38,10 +38,10 @@ class MachineCode(NamedTuple):
 
 
 def machine_code(name: str) -> MachineCode:
-    """Load the code of a kernel, a function of its record's address; compile it if it is not in the cache.
+    """Load the code of a kernel: a function of its record's address. Compile it if it is not in the cache.
 
-    name: the module below `compiled` that has the kernel, and the kernel's own name. Of a variant, what is
-        loaded may have more kinds; what is compiled here has all.
+    name: the module below `compiled` that defines the kernel, and the kernel's own name. Code loaded for a
+        variant may have more kinds; code compiled here has all kinds.
 
     Raises ImportError if the cache cannot be written.
     """
@@ -94,7 +94,7 @@ _ABSOLUTE_64 = 1  # R_X86_64_64, the kind of relocation
 
 
 class UnknownRelocationError(Exception):
-    """The file is no x86-64 ELF object, or has unsupported relocations."""
+    """The file is not an x86-64 ELF object, or has unsupported relocations."""
 
 
 class _Section(NamedTuple):

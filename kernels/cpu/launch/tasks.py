@@ -29,13 +29,12 @@ Field = torch.Tensor | float | None
 
 
 class Task:
-    """A kernel and the fields of its record: int64 fields, the first of which are pointers, and then float64
-    fields.
+    """A kernel and the fields of its record: int64 fields, beginning with pointers, and then float64 fields.
 
-    name: the name of the kernel: the module below `compiled` that has it, and its own name.
-    read_late: pointers to memory that a thread reads before it knows whether any unit is left. In a recorded
-        step, a late thread may do so when others are several kernels ahead. This memory is therefore not
-        reused before the step's end.
+    name: the name of the kernel: the module below `compiled` that defines it, and its own name.
+    read_late: pointers to memory that a thread may read before it knows whether any unit is left. In a
+        recorded step, other threads may then be several kernels ahead, so this memory is not reused before
+        the step's end.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Task:
     def run(self, num_units: int, *, scratch_size: int = 0, **fields: Field) -> None:
         """Launch the kernel for units 0 to num_units - 1 with these fields of its record.
 
-        A pointer's field is a tensor or an address; None is the address 0. Only addresses reach the kernel:
-        the caller keeps the tensors alive. Every thread gets scratch_size bytes of its own, from the start of
-        a cache line.
+        A pointer is given as a tensor or an address; None is the address 0. Only addresses reach the kernel,
+        so the caller must keep tensors alive. Every thread gets its own scratch_size bytes, aligned to a
+        cache line.
 
-        Raises TypeError unless the fields are those of the record.
+        Raises TypeError unless exactly the record's fields are given.
         """
         values = self._values(fields)
         num_threads = min(torch.get_num_threads(), num_units)
@@ -102,14 +101,14 @@ class Task:
 
 
 class VariantTask(Task):
-    """A task whose kernel may be compiled for some kinds alone. A launcher says which it has by `require`."""
+    """A task whose kernel may be compiled only for some kinds. A launcher calls `require` for its kinds."""
 
     _kinds: frozenset[int] = frozenset()  # of the code that is loaded
     _is_whole = False
     _earlier: tuple[MachineCode, ...] = ()  # kept, as recorded steps call it
 
     def require(self, *kinds: int) -> None:
-        """Load code for launches of these kinds, unless what is loaded has them."""
+        """Load code for launches with these kinds, unless the loaded code supports them."""
         if not self._is_whole and not self._kinds.issuperset(kinds):
             announced = code_cache.announced.get(self.name, ())
             self._load(self._kinds.union(announced, kinds))
@@ -123,7 +122,7 @@ class VariantTask(Task):
 
     @cached_property
     def code(self) -> MachineCode:
-        """The kernel's code, for all kinds unless a launcher has asked for some."""
+        """The kernel's code. It supports all kinds, unless a launcher has required some."""
         self._load(None)
         return self._earlier[-1]
 
@@ -136,12 +135,12 @@ class Launch(NamedTuple):
 
 
 def note_launches(launches: list[Launch] | None) -> None:
-    """Append the calling thread's launches to this list instead of running them; None ends that."""
+    """Append the calling thread's launches to this list instead of running them. None ends the recording."""
     _local.launches = launches
 
 
 def cache_strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
-    """Return the strides of a cache's blocks, tokens and heads in bytes, as fields of a record."""
+    """Return the strides of a cache's blocks, tokens and heads, in bytes, as fields of a record."""
     strides = (0, 0, 0) if cache is None else cache.stride()[:3]
     size = 0 if cache is None else cache.itemsize
     kinds = ("block", "token", "head")
@@ -169,7 +168,7 @@ def _scratch(size: int) -> int:
 # So no thread waits long for one that is slower, or was interrupted.
 @lru_cache(maxsize=4096)
 def num_runs(num_units: int, num_threads: int) -> int:
-    """Return how many runs num_units units are divided into."""
+    """Return the number of runs into which num_units units are divided."""
     number = 0
     while first_unit(number, num_units, num_threads) < num_units:
         number += 1
@@ -177,7 +176,7 @@ def num_runs(num_units: int, num_threads: int) -> int:
 
 
 def first_unit(run: int, num_units: int, num_threads: int) -> int:
-    """Return the first unit of a run. It is num_units or more if the run does not exist."""
+    """Return the first unit of a run. If the run does not exist, return num_units or more."""
     first = 0
     while True:
         size = max(1, (num_units - first) // (2 * num_threads))

@@ -63,7 +63,7 @@ _LAUNCH = struct.Struct("=4q")
 class Threads:
     """Helper threads for kernels. They start when a launch first needs them.
 
-    address: their memory, with which kernels call `wait_in_kernel` and `changed`.
+    address: the address of their shared memory, which kernels pass to `wait_in_kernel` and `changed`.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Threads:
                 self._helpers[-1].start()
 
     def stop(self) -> None:
-        """End the helpers. Afterwards each caller runs its kernels alone."""
+        """End the helpers. Later launches run on the calling thread alone."""
         self._set(IS_LAST, 1)
         # They notice at the next launch.
         self.run(self._look, self._record, 1 + len(self._helpers))
@@ -146,7 +146,7 @@ class Threads:
 
 @lru_cache(maxsize=1)
 def threads() -> Threads:
-    """Return the threads of this process."""
+    """Return the helper threads of this process."""
     return Threads()
 
 

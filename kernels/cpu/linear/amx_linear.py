@@ -44,10 +44,11 @@ TILES = Task(
 def multiply_tiles(
     fields: Mapping[str, Field], rows: Tensor, weight: Panels, *, num_experts: int, has_groups: bool
 ) -> None:
-    """Launch the product of rows [num_rows, in_features] by AMX.
+    """Launch the product of rows [num_rows, in_features] and a weight, computed with AMX.
 
-    fields: the fields of the kernel's record, those that `linear.LINEAR` has too.
-    num_experts: whose weights the rows are multiplied by, each of the shape of this one; 0: by this one.
+    fields: the fields of the kernel's record that `linear.LINEAR` also has.
+    num_experts: the number of experts whose weights, of the same shape as `weight`, multiply the rows; 0 if
+        only `weight` does.
     """
     num_threads = torch.get_num_threads()
     num_rows, depth = rows.shape
@@ -82,9 +83,10 @@ def multiply_tiles(
 
 
 def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: int, expanded: int) -> int:
-    """Return the scratch memory for units of this size: accumulators, unpacked panels, thirds and factors.
+    """Return the bytes of scratch memory for units of this size: accumulators, unpacked panels, thirds and
+    factors.
 
-    expanded: bytes of a panel's factors as readers take them.
+    expanded: the bytes of a panel's expanded factors.
     """
     rows = unit_rows * thirds
     unpacked = TOGETHER * (TILED_DEPTH * PANEL_WIDTH + expanded)
@@ -92,17 +94,18 @@ def scratch_bytes(unit_rows: int, unit_panels: int, thirds: int, thirds_stride: 
 
 
 def thirds_of(x_is_wide: bool, in_features: int) -> tuple[int, int]:
-    """Return how many rows a row of x is split into, and the stride of these if they are stored.
+    """Return into how many bfloat16 rows a row of x is split, and their stride if they are stored.
 
-    The stride is no power of two, with which a tile's rows would share few sets of the L1 cache.
+    The stride is not a power of two; otherwise a tile's rows would share few sets of the L1 cache.
     """
     return (THIRDS, 2 * in_features + LINE) if x_is_wide else (1, 0)
 
 
 def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, num_threads: int) -> int:
-    """Return the rows of x in a unit: as many as fit the L2 cache, and fewer if threads would lack units.
+    """Return the number of rows of x in a unit: as many as fit into the L2 cache, or fewer to give every
+    thread units.
 
-    Thirds are made once for all panels of a unit, and stored whole.
+    Rows in float32 are split into thirds once for all panels of a unit, and stored.
     """
     most = _MOST_ROWS
     if thirds > 1:
@@ -116,11 +119,12 @@ def rows_of_unit(num_rows: int, num_panels: int, in_features: int, thirds: int, 
 def panels_of_unit(
     num_rows: int, num_panels: int, in_features: int, unit_rows: int, thirds: int, kind: int, num_threads: int
 ) -> int:
-    """Return the panels in a unit: two if they are read apart, one if few rows leave all time to unpacking.
+    """Return the number of panels in a unit.
 
-    Else two, so that a part of the rows stays in the L1 cache between them; for many wide rows up to
-    _MOST_PANELS, between which it stays in the L2. Fewer if the threads would finish later than with single
-    panels.
+    It is two if the panels are read apart, and one if the rows are so few that unpacking takes all the time.
+    Otherwise it is two, so that a part of the rows stays in the L1 cache, or for many wide rows up to
+    _MOST_PANELS, so that the part stays in the L2 cache. It is lower if the threads would otherwise finish
+    later.
     """
     if is_read_apart(num_rows, num_panels, in_features, thirds):
         return TOGETHER
@@ -143,7 +147,7 @@ def panels_of_unit(
 def is_read_apart(num_rows: int, num_panels: int, in_features: int, thirds: int) -> bool:
     """Return whether the two panels of a unit lie half a weight apart.
 
-    With few rows a product takes as long as reading its weight, and memory is read faster at two places at
+    With few rows, a product takes as long as reading the weight, and memory is read faster at two places at
     once.
     """
     is_large = num_panels * PANEL * in_features >= _LEAST_WEIGHTS and in_features >= _LEAST_INPUTS

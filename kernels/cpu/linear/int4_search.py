@@ -20,7 +20,7 @@ FIT_BYTES = 3 * VECTOR_BYTES
 
 
 def best_fit(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `kernels.int4_search.best_fit` does, bit for bit but for NaN."""
+    """Return the result of `kernels.int4_search.best_fit`, bit for bit except for NaN."""
     check_shape("levels", levels, (None, None))
     check_dtype("levels", levels)
     size, num_groups = levels.shape

@@ -52,7 +52,7 @@ _PAIRS = {torch.bfloat16: torch.int32, torch.int8: torch.int16}  # dtypes that h
 
 
 def can_pair(dtype: torch.dtype, in_features: int) -> bool:
-    """Return whether this CPU multiplies x of that dtype and width by weights in pairs."""
+    """Return whether this CPU multiplies x of this dtype and width by weights in pairs."""
     if dtype == torch.float32:
         return _fills_tiles(in_features)
     return HAS_DOT and dtype == torch.bfloat16 and in_features % 2 == 0
@@ -65,9 +65,11 @@ def _fills_tiles(in_features: int) -> bool:
 def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, gated: bool = False) -> Panels:
     """Pack a weight [out_features, in_features], times scales [out_features], into panels.
 
-    pairs: for x of a dtype that `can_pair`. gated: see Panels; the first half are the gates. Raises
-        ValueError unless the weight is float32, float16, bfloat16 or int8, in pairs one of the last two and
-        not -128, has inputs, and has scales exactly if it is int8.
+    pairs: whether inputs are stored in pairs, for x of a dtype that `can_pair`.
+    gated: whether the first half of the outputs are gates; see Panels.
+
+    Raises ValueError unless the weight has inputs and is float32, float16, bfloat16 or int8. In pairs it must
+    be bfloat16, or int8 without -128. Scales must be given exactly for int8.
     """
     check_weight(weight, scales, pairs=pairs, gated=gated)
     out_features, in_features = weight.shape
@@ -91,7 +93,7 @@ def pack(weight: Tensor, scales: Tensor | None = None, *, pairs: bool = False, g
 
 
 def pad(numbers: Tensor, *, gated: bool = False) -> Tensor:
-    """Order a number for each output as the panels do: [out_features] -> f32[num_panels * PANEL]."""
+    """Order a number per output as panels do: [out_features] -> f32[num_panels * PANEL]."""
     check_outputs("numbers", numbers, gated=gated)
     check_dtype("numbers", numbers)
     padded = torch.zeros(num_panels_of(len(numbers), gated), PANEL, dtype=torch.float32)
@@ -129,9 +131,12 @@ def linear(
 ) -> Tensor:
     """Multiply x [num_rows, in_features] by the weight: [num_rows, out_features], gated half as wide.
 
-    bias: f32[num_panels * PANEL], as `pad` makes it. dtype: of the result, by default that of x; accumulators
-        are float32. out: where to store the result, of that dtype; its rows may be apart. Raises ValueError
-        if x has another width or dtype than the weight is packed for, or out another than the result.
+    bias: f32[num_panels * PANEL], as `pad` makes it.
+    dtype: the dtype of the result, by default the dtype of x; accumulators are float32.
+    out: where to store the result; its rows may be apart.
+
+    Raises ValueError if x has another width or dtype than the weight was packed for, or if `out` has the
+    wrong shape or dtype.
     """
     if not is_trusted():
         check_panels(weight)
@@ -141,7 +146,7 @@ def linear(
 
 
 class WeightsOfRows(NamedTuple):
-    """Weights that rows are multiplied by, each by that of its expert. All are packed for the same x."""
+    """The weights of all experts, and the range of rows for each. All weights are packed for the same x."""
 
     table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
@@ -157,9 +162,10 @@ def multiply(
     out: Tensor | None = None,
     experts: WeightsOfRows | None = None,
 ) -> Tensor:
-    """Multiply as `linear` does, whose checks of the weight are behind it.
+    """Multiply as `linear` does, without its checks of the weight.
 
-    experts: multiply by their weights, which are of the shape of this one; their formats may differ.
+    experts: multiply rows by the weights of their experts instead. These have the shape of `weight`; their
+        formats may differ.
     """
     check_shape("x", x, (None, weight.in_features))
     in_tiles = weight.in_pairs and _fills_tiles(weight.in_features)

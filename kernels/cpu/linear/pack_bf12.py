@@ -33,13 +33,13 @@ PACK_BF12 = Task("linear.pack_bf12.pack_bf12", ("panels", "encoded"), ("num_grou
 
 
 def pack_bf12(panels: Panels, num_shards: int = 1) -> Panels:
-    """Encode panels of bfloat16 in 12.25 bits a weight (12.5 with AVX2) plus 32 bits an exception.
+    """Encode bfloat16 panels in 12.25 bits per weight (12.5 with AVX2) plus 32 bits per exception.
 
-    num_shards: how many such panels a whole weight has, whose size counts.
+    num_shards: the number of shards of the whole weight, whose size decides.
 
-    Products have the same bits. Return the panels themselves if they hold other numbers, are not on a CPU
-    with byte lookups, have inputs that fill no groups, are small enough for the caches, or would have so many
-    exceptions that little were saved.
+    Products keep the same bits. The panels are returned unchanged if they are not bfloat16, if the CPU has no
+    byte lookups, if the inputs do not fill groups, if the weight fits into the caches, or if there would be
+    so many exceptions that little is saved.
     """
     check_panels(panels)
     num_panels = len(panels.weight)

@@ -69,15 +69,15 @@ def pack_codes(
     pairs: bool = False,
     gated: bool = False,
 ) -> Panels:
-    """Pack a weight of number * scale + offset, or number * scale - zero * scale; see `linear.pack`.
+    """Pack a quantised weight: number * scale + offset, or number * scale - zero * scale; see `linear.pack`.
 
-    In float32 the product with the number and the sum are rounded together, once; scales and offsets that
-    have a unit are multiplied by it first, and scales that have a divisor are divided by it.
+    Product and sum are computed in float32 and rounded once. Before, scales and offsets with a unit are
+    multiplied by the unit, and scales with a divisor are divided by the divisor.
 
-    codes: u8[out_features, in_features], places in a table of 16 numbers, or these as HalfBytes; or i8 or
-        float8_e4m3fn, which are the numbers.
-    scale, zero, offset: [out_features, num_groups], each for the same number of inputs, a multiple of 16.
-    scale_unit, offset_unit, scale_divisor: [out_features, num_units], each for the same number of groups.
+    codes: u8[out_features, in_features], or HalfBytes: indices into a table of 16 numbers; or i8 or
+        float8_e4m3fn, which are the numbers themselves. scale, zero, offset: [out_features, num_groups].
+        Groups have equally many inputs, a multiple of 16. scale_unit, offset_unit, scale_divisor:
+        [out_features, num_units], each for equally many groups.
     """
     low_unit = None
     if scale_divisor is not None:
@@ -205,7 +205,7 @@ def _place(factors: list[Tensor], panels: Tensor, *, gated: bool) -> None:
 
 
 def narrowest(x: Tensor) -> Tensor:
-    """Convert factors to the narrowest dtype that holds them exactly and that readers know."""
+    """Convert factors to the narrowest dtype that holds them exactly and that readers support."""
     if x.dtype in _INTEGERS:
         low, high = x.aminmax()
         most = max(-int(low), int(high))
@@ -234,9 +234,10 @@ def is_exact(
     *,
     table: Sequence[float] | None = None,
 ) -> bool:
-    """Return whether a packed weight is (number - zero) * scale + offset with each operation rounded.
+    """Return whether a packed weight equals (number - zero) * scale + offset with each operation rounded.
 
-    Not if products that are rounded once differ from those rounded twice, or if -zero * scale is no float32.
+    It does not if rounding once and rounding twice give different results, or if -zero * scale is not exact
+    in float32.
     """
     is_float8 = codes.dtype == torch.float8_e4m3fn
     if zero is None and offset is None and not is_float8:

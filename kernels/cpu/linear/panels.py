@@ -55,9 +55,10 @@ _CPU = torch.device("cpu")
 
 
 class Panels(NamedTuple):
-    """A weight [out_features, in_features], packed for `linear`, and its scales.
+    """A weight [out_features, in_features] packed for `linear`, with its scales.
 
-    In pairs, which are for x in bfloat16 or with AMX in float32, inputs 2 i and 2 i + 1 lie side by side.
+    In pairs, inputs 2 i and 2 i + 1 are adjacent; pairs are for x in bfloat16 or, with AMX, in float32. A
+    step is one input, or one pair.
     """
 
     # [num_panels, in_features, PANEL], in pairs [num_panels, in_features // 2, PANEL, 2]. Codes of 4 bits:
@@ -77,22 +78,22 @@ class Panels(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The number of steps."""
+        """The number of steps: inputs, or pairs of inputs."""
         return self.weight.shape[1] * (PART_STEPS[self.kind] if self.weight.dtype == torch.int16 else 1)
 
     @property
     def in_pairs(self) -> bool:
-        """Whether a step is two inputs."""
+        """Whether a step is a pair of inputs."""
         return self.weight.dim() == 4
 
     @property
     def has_groups(self) -> bool:
-        """Whether the weight is codes with factors for groups of inputs."""
+        """Whether the weight consists of codes with factors per group of inputs."""
         return self.scales.dtype == torch.uint8
 
     @property
     def kind(self) -> int:
-        """The format, a key of FORMATS in `products.kinds`."""
+        """The format: a key of FORMATS in `formats`."""
         return _kinds_of(self.weight, self.scales)[self.weight.dtype]
 
 
@@ -104,7 +105,7 @@ def _kinds_of(weight: Tensor, scales: Tensor) -> dict[torch.dtype, int]:
 
 
 def to_parts(steps: Tensor) -> Tensor:
-    """Store int8 [..., PANEL, 2] as `reader.Int8Pairs` reads it: signs and magnitudes, in another order."""
+    """Convert int8 [..., PANEL, 2] to the order of `reader.Int8Pairs`, as signs and magnitudes."""
     magnitudes = steps.abs() | (steps & -128)
     return magnitudes.reshape(-1, *INT8_ORDER).transpose(1, 2).reshape(steps.shape)
 
@@ -117,12 +118,12 @@ def from_parts(steps: Tensor) -> Tensor:
 
 
 def num_panels_of(out_features: int, gated: bool) -> int:
-    """Return how many panels hold so many outputs."""
+    """Return the number of panels for out_features outputs."""
     return -(-out_features // 2 // LANES) if gated else -(-out_features // PANEL)
 
 
 def check_outputs(name: str, tensor: Tensor, *, gated: bool) -> None:
-    """Raise ValueError unless `tensor` has one entry for each output, of a gated weight an even number."""
+    """Raise ValueError unless `tensor` has one entry per output; if gated, the number must be even."""
     check_tensor(name, tensor)
     check_device(name, tensor, _CPU)
     check_flag("gated", gated)
@@ -154,14 +155,14 @@ def check_weight(weight: Tensor, scales: Tensor | None, *, pairs: bool, gated: b
 
 
 def check_pairs(pairs: bool) -> None:
-    """Raise ValueError unless this is a flag, and one that this CPU has instructions for."""
+    """Raise ValueError unless `pairs` is a flag, and this CPU has the instructions if it is True."""
     check_flag("pairs", pairs)
     if pairs and not HAS_DOT:
         raise ValueError("pairs=True takes a CPU with AVX512-BF16 and VBMI; leave it out, as `can_pair` says")
 
 
 def check_bias(panels: Panels, bias: Tensor | None) -> None:
-    """Raise ValueError unless the bias is what `linear.pad` makes for these panels."""
+    """Raise ValueError unless the bias was made by `linear.pad` for these panels."""
     if bias is not None:
         check_shape("bias", bias, (len(panels.weight) * PANEL,), torch.float32)
         check_contiguous("bias", bias)
@@ -175,7 +176,7 @@ def check_result_dtype(dtype: torch.dtype) -> None:
 
 
 def check_panels(panels: Panels) -> None:
-    """Raise ValueError unless the panels are as `pack`, `pack_codes` or `pack_bf12` makes them."""
+    """Raise ValueError unless the panels have the layout that `pack`, `pack_codes` or `pack_bf12` makes."""
     if not isinstance(panels, Panels):
         raise ValueError(f"weight must be Panels, see `pack`, got {type(panels).__name__}")
     weight = panels.weight

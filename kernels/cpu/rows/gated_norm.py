@@ -1,4 +1,4 @@
-"""RMSNorm of each head, times silu of a gate."""
+"""RMSNorm of each head, times silu of a gate, or of the product."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from .row_kernels import has_regular_rows, in_torch, units_of_rows
 GATED_NORM = Task(
     "rows.gated_norm.gated_norm",
     ("x", "weight", "gate", "out"),
-    ("kind", "num_rows", "num_heads", "size", "gate_stride", "rows_per_unit"),
+    ("kind", "num_rows", "num_heads", "size", "gate_stride", "weight_stride", "gate_first", "rows_per_unit"),
     ("eps",),
 )
 
@@ -21,13 +21,15 @@ by_torch = in_torch("gated_norm")
 @checked
 def gated_norm(
     x: Tensor,  # [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
+    weight: Tensor | None,  # [size], or [num_heads * size]
     gate: Tensor,  # [num_tokens, num_heads * size]
     eps: float,
+    *,
+    gate_first: bool = False,
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate); see `reference.gated_norm`."""
-    if not (has_regular_rows(gate) and are_contiguous(x, weight)):
-        return by_torch(x, weight, gate, eps)
+    if not (has_regular_rows(gate) and are_contiguous(x) and (weight is None or are_contiguous(weight))):
+        return by_torch(x, weight, gate, eps, gate_first=gate_first)
     num_tokens, num_heads, size = x.shape
     out = x.new_empty(num_tokens, num_heads * size)
     num_units, per_unit = units_of_rows(num_tokens * num_heads, size)
@@ -42,6 +44,8 @@ def gated_norm(
         num_heads=num_heads,
         size=size,
         gate_stride=gate.stride(0) * gate.itemsize,
+        weight_stride=0 if weight is None or len(weight) == size else size * x.itemsize,
+        gate_first=gate_first,
         rows_per_unit=per_unit,
         eps=eps,
     )

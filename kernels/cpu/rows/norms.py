@@ -32,10 +32,10 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [..., size]
-    """Return weight * x / sqrt(mean(x²) + eps), after residual += x if given; see `reference.rms_norm`.
+    """Return the RMS norm of x, or of residual += x if a residual is given; see `reference.rms_norm`.
 
-    If x has two dimensions and many rows, and a row's size is a multiple of a memory page, the output's rows
-    are padded (see `padded_width`), so it is not contiguous.
+    If x has two dimensions, many rows, and rows whose size is a multiple of a memory page, the output's rows
+    are padded (see `padded_width`), so the output is not contiguous.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
@@ -127,10 +127,10 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size]
-    """Return the layer norm of x, after residual += x if given; see `reference.layer_norm`.
+    """Return the layer norm of x, or of residual += x if a residual is given; see `reference.layer_norm`.
 
-    If there are many rows, and a row's size is a multiple of a memory page, the output's rows are padded (see
-    `padded_width`), so it is not contiguous.
+    If there are many rows, and their size is a multiple of a memory page, the output's rows are padded (see
+    `padded_width`), so the output is not contiguous.
     """
     if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
         return layer_norm_by_torch(x, weight, bias, eps, residual)

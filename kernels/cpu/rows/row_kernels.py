@@ -21,7 +21,7 @@ FEW_ROWS = 64
 
 
 def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any]:
-    """Return an operation of plain torch, for inputs of an unusual layout. A call imports its module."""
+    """Return the operation of plain torch, for unusual layouts. The first call imports its module."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(import_module(f"...{module}", __package__), operation)(*args, **kwargs)
@@ -30,20 +30,20 @@ def in_torch(operation: str, module: str = "plain.backend") -> Callable[..., Any
 
 
 def units_of_rows(num_rows: int, size: int) -> tuple[int, int]:
-    """Divide rows of `size` numbers into units of work. Return the number of units, and of rows in each."""
+    """Divide rows of `size` numbers into work units. Return the number of units, and the rows in each."""
     rows = max(1, UNIT_NUMBERS // max(1, size))
     return -(-num_rows // rows), rows
 
 
 def has_regular_rows(*tensors: Tensor) -> bool:
-    """Return whether the kernels can read these tensors [num_rows, size]. If not, torch is used."""
+    """Return whether the kernels can read these tensors [num_rows, size]. If not, torch must be used."""
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
 def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
     """Launch a kernel over the rows of x [num_rows, size], and of `out` if it is given.
 
-    fields: what else the kernel's record has, beside kind, num_rows, size, rows_per_unit and the strides.
+    fields: the other fields of the kernel's record, besides kind, num_rows, size, rows_per_unit and strides.
     """
     num_rows, size = x.shape
     num_units, per_unit = units_of_rows(num_rows, size)
@@ -54,7 +54,7 @@ def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float) -> None:
 
 
 def run_on_halves(task: Task, x: Tensor, **options: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Launch a kernel over rows of gates and ups side by side. Return its output."""
+    """Launch a kernel over rows that hold gates and ups side by side. Return its output."""
     num_rows = x.shape[0]
     size = x.shape[1] // 2
     out = x.new_empty(num_rows, size)
@@ -80,7 +80,7 @@ def _run(
 
 
 def padded_width(num_rows: int, size: int, itemsize: int) -> int:
-    """Return the row stride of a norm's output, in numbers."""
+    """Return the stride between the rows of a norm's output, in numbers."""
     is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
     return size + LINE // itemsize if is_padded else size
 
@@ -117,7 +117,7 @@ gelu_by_torch = in_torch("gelu")
 
 @checked
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
+    """Return gelu(gate) * up. x holds both side by side, or `up` is given; see `reference.gelu_and_mul`."""
     if up is None:
         x, up = x.chunk(2, dim=1)
     if not has_regular_rows(x, up):
@@ -149,6 +149,23 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
         gelu_by_torch(x, tanh=tanh)
 
 
+RELU_SQUARED = Task(
+    "rows.relu_squared.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+)
+
+
+relu_squared_by_torch = in_torch("relu_squared")
+
+
+@checked
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place; see `reference.relu_squared`."""
+    if has_regular_rows(x):
+        run_on_rows(RELU_SQUARED, x=x)
+    else:
+        relu_squared_by_torch(x)
+
+
 CLAMPED_SWIGLU = Task(
     "rows.clamped_swiglu.clamped_swiglu",
     ("x", "out"),
@@ -162,7 +179,7 @@ clamped_swiglu_by_torch = in_torch("clamped_swiglu")
 
 @checked
 def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Return gate sigmoid(alpha gate) (up + 1); see `reference.clamped_swiglu`."""
+    """Return gate sigmoid(alpha gate) (up + 1), clamped; see `reference.clamped_swiglu`."""
     if not has_regular_rows(x):
         return clamped_swiglu_by_torch(x, limit, alpha)
     return run_on_halves(CLAMPED_SWIGLU, x, limit=float(limit), alpha=float(alpha))
@@ -230,7 +247,7 @@ greedy_by_torch = in_torch("greedy")
 
 @checked
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's maximum, f32[n], after its first index, i64[n]; see `reference.greedy`."""
+    """Return each row's first argmax, i64[n], and maximum, f32[n]; see `reference.greedy`."""
     if not has_regular_rows(logits):
         return greedy_by_torch(logits)
     num_rows, size = logits.shape

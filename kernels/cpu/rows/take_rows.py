@@ -34,7 +34,7 @@ TAKE_PANEL_ROWS = Task(
 
 @checked
 def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the rows of [n, size] with indices i64[m]: [m, size]; see `reference.take_rows`."""
+    """Return the rows i64[m] of a table [n, size]: [m, size]; see `reference.take_rows`."""
     if not table.is_cpu:
         raise ValueError(f"table must be on cpu, got {table.device}")
     if table.stride(1) != 1:
@@ -46,7 +46,7 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of a contiguous 16-bit [n, size] with indices i64[m] as f32[m, size]."""
+    """Return the rows i64[m] of a contiguous 16-bit table [n, size] in float32: f32[m, size]."""
     if not is_trusted():
         from ...arguments import check_call
 
@@ -72,9 +72,9 @@ def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of a packed weight with indices i64[m]: [m, in_features].
+    """Return the rows i64[m] of a packed weight: [m, in_features].
 
-    dtype: holds the weight's numbers.
+    dtype: the dtype of the result, which must hold the weight's numbers exactly.
     """
     if not is_trusted():
         check_panels(panels)

@@ -50,7 +50,7 @@ def greedy_of_allowed(
     tokens: Tensor,  # i64[n], of `greedy`; those of `rows` are written
     highest: Tensor,  # f32[n], of `greedy`; those of `rows` are written
 ) -> None:
-    """Write the likeliest allowed tokens of some rows; see `reference.greedy_of_allowed`."""
+    """Replace greedy tokens by the most likely allowed ones; see `reference.greedy_of_allowed`."""
     if not (has_regular_rows(logits) and are_contiguous(rows, allowed, tokens, highest)):
         choose_by_reference(logits, rows, allowed, tokens, highest)
         return
@@ -125,7 +125,7 @@ def token_logprobs(
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
-    """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
+    """Return log-probabilities of given and most likely tokens; see `reference.token_logprobs`."""
     if not (has_regular_rows(logits) and tokens.is_contiguous()):
         return logprobs_by_torch(logits, tokens, num_top)
     num_rows, size = logits.shape

@@ -43,7 +43,7 @@ def sample_tokens(
     top_p: Tensor | None,  # f32[n], 1 keeps all
     highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
-    """Draw one token of each row; see `reference.sample_tokens`."""
+    """Draw one token for each row; see `reference.sample_tokens`."""
     if highest is not None:
         highest.copy_(greedy(logits)[1])  # before the draw destroys the logits
     columns = seeds, positions, temperature, min_p, top_n_sigma, typical_p, top_k, top_p

@@ -36,8 +36,8 @@ def gated_delta(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Apply the gated delta rule to the tokens of each sequence; see `reference.gated_delta`.
 
-    A unit is a part of the columns of one head's state, which stays in the first cache: columns are
-    independent, and threads share a head. Prompts and decodes run the same code.
+    A work unit is a part of the columns of one head's state, small enough for the L1 cache. Columns are
+    independent, so threads can share a head. Prompts and decodes run the same code.
     """
     if not (has_regular_rows(qkv, gates) and are_contiguous(states[:1])):
         return by_torch(qkv, gates, rates, time_bias, states, slots, seq_lens, cu_seqlens_q)

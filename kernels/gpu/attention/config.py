@@ -18,9 +18,9 @@ RowPlaces = Literal["kept", "reloaded", "recomputed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """The tile shapes that one specialisation of the attention kernels is compiled for.
+    """The tile shapes for which one specialisation of the attention kernels is compiled.
 
-    Results depend on them in their last bits: they follow from model and target alone, never from the batch.
+    They affect the last bits of results. Therefore they depend only on model and target, never on the batch.
     """
 
     BLOCK_M: int  # query rows of one program: BLOCK_Q query tokens times BLOCK_G heads
@@ -39,7 +39,7 @@ MAX_FEW_ROWS = 16  # heads of a group times query tokens, for the tiles of a dec
 
 
 def split_size(target: str) -> int:
-    """Return the key tokens of one split of a decode."""
+    """Return the number of keys in one split of a decode."""
     return INTERPRETED_SPLIT if target == "interpreter" else SPLIT
 
 
@@ -56,10 +56,13 @@ def choose_config(
 ) -> AttentionConfig:
     """Return the tile shapes for one model on one target.
 
-    head_dim: the head dimension of query and key, and of value where `value_dim` is None. group: query heads
-        that share a KV head. dtype: of the query, and of the cache where `cache_dtype` is None. target:
-        "sm_90", "gfx942", "interpreter" and the like. queries: the most query tokens of a decode, as far as
-        BLOCK_Q has room. Raises ValueError for a head_dim, a group or a target that no kernel is made for.
+    head_dim: the head dimension of query and key, and of value if `value_dim` is None.
+    group: the number of query heads that share a KV head.
+    dtype: the dtype of the query, and of the cache if `cache_dtype` is None.
+    target: "sm_90", "gfx942", "interpreter" and the like.
+    queries: maximum number of query tokens of a decode; BLOCK_Q may allow fewer.
+
+    Raises ValueError for an unsupported head_dim, group or target.
     """
     largest = largest_head_dim(target)
     for name, dim in (("head_dim", head_dim), ("value_dim", value_dim or head_dim)):
@@ -126,7 +129,7 @@ _LARGEST_HEAD_DIM = {"rdna3": 128}
 
 
 def largest_head_dim(target: str) -> int:
-    """Return the largest head_dim that has tiles on this target. Raises ValueError for an unknown target."""
+    """Return the largest head_dim with tiles for this target. Raises ValueError for an unknown target."""
     if target == "interpreter":
         return MAX_HEAD_DIM
     if target not in FAMILIES:

@@ -18,14 +18,14 @@ _described: dict[tuple[int, tuple[int, ...]], tuple[weakref.ref[Tensor], TensorD
 
 
 def register_limit(cache_dtype: torch.dtype) -> int:
-    """Return the registers of a thread of a decode that loads by descriptors."""
+    """Return the limit of registers per thread for a decode that loads by descriptors."""
     return _REGISTERS if cache_dtype.itemsize == 2 else _REGISTERS_QUANTIZED
 
 
 def describe(cache: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return the descriptor of a layer's keys or values, made once and kept as long as they are.
+    """Return the tensor descriptor of a layer's keys or values. It is made once and lives as long as they do.
 
-    box: a tile of one KV head. Descriptors are passed by value, also to a CUDA graph.
+    box: the shape of a tile of one KV head. Descriptors are passed by value, also to a CUDA graph.
     """
     key = id(cache), box
     reference, described = _described.get(key, (None, None))
@@ -51,18 +51,21 @@ def loads_by_descriptors(
     dtype: torch.dtype,  # of the query
     target: str,
 ) -> bool:
-    """Return whether a decode loads K and V by descriptors: where TMA can, and the compiled code is shorter.
+    """Return whether a decode loads K and V by tensor descriptors: if TMA can, and the compiled code is
+    shorter.
 
-    A box lies in one block, and addresses and strides are multiples of 16 bytes. Values that are a view of
-    the keys are excluded: they reuse the keys' tile, in which nothing is set to zero.
+    TMA requires that a box lies in one block, and that addresses and strides are multiples of 16 bytes.
+    Values that are a view of the keys are excluded, because they reuse the keys' tile without setting
+    anything to zero.
 
-    With a head_dim of 128 or 256 a tile takes a quarter fewer instructions in half precision, a tenth fewer
-    quantised. With 64 it takes more registers; with 64 rows and more, as in prefill, loads are few among the
-    instructions. These are counts, not timings: benchmarks.gpu times both, as blocks of 16 and of 64.
+    With a head_dim of 128 or 256, descriptors save a quarter of a tile's instructions in half precision, and
+    a tenth in a quantised cache. With a head_dim of 64 they need more registers. With 64 or more rows, as in
+    prefill, loads are few among the instructions. These figures are counts, not timings; benchmarks.gpu can
+    time both ways, with blocks of 16 and of 64.
 
-    Warp specialisation is not used (Triton 3.6 and 3.9): on sm_90 it is ignored with 8 warps and spills with
-    4; on sm_100 prefill does not compile (TritonGPUHoistTMEMAlloc), and a decode's block leaves no room for
-    a second one.
+    Warp specialisation (of Triton 3.6 and 3.9) is not used. On sm_90 it is ignored with 8 warps and spills
+    registers with 4. On sm_100, prefill does not compile with it (TritonGPUHoistTMEMAlloc), and a decode's
+    thread block would leave no room for a second one.
     """
     return (
         target in ("sm_90", "sm_100", "sm_103")

@@ -93,7 +93,7 @@ def prefill_kernel(
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
-    """One program: BLOCK_G heads of one KV head for one Q-block of a sequence that is not a decode."""
+    """Attend, per program, from BLOCK_G heads of a KV head in one Q-block of a non-decode sequence."""
     # Later blocks see more keys, so they run first: short ones fill the end of the launch.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     head_block = tl.program_id(1)
@@ -170,9 +170,9 @@ def decode_kernel(
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
-    """Work through the list of splits of decodes, with a fixed number of programs.
+    """Work through the list of the decodes' splits, with a fixed number of programs.
 
-    A program takes BLOCK_G heads of one KV head on one split at a time.
+    A program computes BLOCK_G heads of one KV head for one split at a time.
     """
     NUM_HEAD_BLOCKS: tl.constexpr = layer.NUM_HEADS // layer.GROUP * tl.cdiv(layer.GROUP, tiles.BLOCK_G)
     row = tl.arange(0, tiles.BLOCK_M)

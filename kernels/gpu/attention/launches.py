@@ -24,7 +24,7 @@ _TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat
 
 @dataclass(frozen=True, slots=True)
 class Configs:
-    """The model and target that determine tile shapes."""
+    """The properties of model and target that determine tile shapes."""
 
     head_dim: int
     value_dim: int
@@ -42,8 +42,10 @@ class Configs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunches:
-    """The launches for a batch's decodes. Partial results are kept for all splits but those of a sequence
-    that has only one: that writes its output itself, in every batch.
+    """The launches for a batch's decodes.
+
+    A split writes partial results, unless it is the only one of its sequence. Then it writes the output
+    directly, in every batch.
     """
 
     splits: Splits
@@ -61,7 +63,7 @@ def bind_prefill(
     options: AttentionOptions,
     configs: Configs,
 ) -> BoundLaunch:
-    """Bind the launch for all sequences that are no decodes."""
+    """Bind the launch for all sequences that are not decodes."""
     config = configs.choose("prefill")
     num_seqs = len(block_tables)
     layer = _layer(query, key_cache, value_cache, options)
@@ -83,7 +85,7 @@ def bind_decodes(
     configs: Configs,
     splits: Splits,
 ) -> DecodeLaunches:
-    """Bind the launches for all decodes, whose splits are listed."""
+    """Bind the launches for all decodes, given the list of their splits."""
     layer = _layer(query, key_cache, value_cache, options)
     config = configs.choose("decode")
     num_seqs = len(block_tables)
@@ -123,7 +125,7 @@ def launch_decodes(
     tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output and sinks
     lengths: tuple[Tensor, Tensor, Tensor],  # block_tables, seq_lens and cu_seqlens_q
 ) -> None:
-    """Attend to all splits, and merge those of each sequence."""
+    """Attend to all splits, and merge the splits of each sequence."""
     key_cache, value_cache, _, _, out = tensors[:5]
     assert key_cache is not None, "`paged_attention` gives them"
     assert value_cache is not None

@@ -58,10 +58,10 @@ def plan_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> _LayerPlan:
-    """Check the inputs and list the splits of all decodes for `paged_attention`, which has these parameters.
+    """Check the inputs and list the splits of all decodes. `paged_attention` has the same parameters.
 
-    Raises ValueError for a shape, dtype, stride, device, value or combination that does not fit; what the
-    int32 tensors hold is checked only in debug mode, see `checks`.
+    Raises ValueError for a shape, dtype, stride, device, value or combination that does not fit. The contents
+    of the int32 tensors are checked only in debug mode, see `checks`.
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
     key = _combination(inputs, options)
@@ -83,31 +83,33 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim], contiguous
     """Return softmax(scale q kᵀ + causal mask) v for every sequence's new tokens over its paged K and V.
 
-    New token j of a sequence stands at position seq_len - query_len + j and sees the positions up to its own:
-    only the last `sliding_window` of them where one is given (itself included, as in HF). A sequence may have
-    no new token. Slots past seq_len, or before the window, may hold anything; block table entries past the
-    last block are never read. Rows of query past cu_seqlens_q[-1] give undefined rows.
+    New token j of a sequence has position seq_len - query_len + j. It sees the positions up to its own; with
+    a `sliding_window`, only the last `sliding_window` of these, its own included (as in HF). A sequence may
+    have no new token. Slots past seq_len, or before the window, may hold anything; block table entries past
+    the last block are never read. Rows of query past cu_seqlens_q[-1] give undefined rows.
 
-    plan: from `plan_attention` with the inputs of one layer, for all layers of the same layout in this step.
-        These are compared with its layout only, not checked again. It must not outlive the batch.
+    plan: the plan from `plan_attention` for the inputs of one layer. It serves all layers with the same
+        layout in this step; their inputs are only compared with the layout, not checked again. A plan must
+        not outlive its batch.
 
-    Options, beside `scale`:
-    softcap: scores become softcap tanh(score / softcap), as in Gemma 2.
-    sinks: one more logit of each head in the softmax, without a value, as in gpt-oss.
-    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain one
-        has query's dtype, or float16 or bfloat16 where that is float32.
-    max_seqlen_q, min_seqlen_q: no sequence has more new tokens, and none that has any has fewer. If none can
-        be a decode, no decodes are planned.
-    max_seq_len: no sequence that has a new token has more tokens; None: as many as the block tables hold.
-        Launches and memory for partial results follow from it, but no bit of the result.
-    max_decode_q: sequences of up to so many new tokens are decodes, whose context is split. More than 1 is
-        for speculative decoding: without a window, and up to MAX_SPLITS splits, a token's bits are those it
-        has alone. Memory for partial results grows with it. At most 16 rows in float32, of tokens times heads
-        of a group, else 64 up to a head_dim of 128, and often fewer beyond; the error names the limit.
+    Options besides `scale`:
+    softcap: turns scores into softcap tanh(score / softcap), as in Gemma 2.
+    sinks: an additional logit per head in the softmax, without a value, as in gpt-oss.
+    key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain cache
+        has query's dtype, or float16 or bfloat16 if query is float32.
+    max_seqlen_q, min_seqlen_q: bounds of the number of new tokens of any sequence that has new tokens. If no
+        sequence can be a decode by these bounds, no decodes are planned.
+    max_seq_len: maximum number of tokens of a sequence with new tokens; None for as many as the block tables
+        hold. It determines launches and the memory for partial results, but no bit of the result.
+    max_decode_q: maximum number of new tokens of a decode, whose context is split. More than 1 is for
+        speculative decoding: without a window, and with at most MAX_SPLITS splits, a token's bits are the
+        same as when it is computed alone. Memory for partial results grows with max_decode_q. Tokens times
+        heads of a group may be at most 16 in float32, otherwise 64 up to a head_dim of 128 and often fewer
+        beyond; the error names the limit.
 
-    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Online
-    softmax over tiles and split decodes after FlashAttention-2 and flash decoding (Dao 2023), over blocks
-    after PagedAttention (Kwon et al. 2023). Raises ValueError where the inputs, or the plan, do not fit.
+    A value cache that is a view of the first value_dim of key_cache (MLA) is not read a second time. Tiles
+    with an online softmax follow FlashAttention-2, split decodes flash decoding (Dao 2023), and blocks
+    PagedAttention (Kwon et al. 2023). Raises ValueError if the inputs or the plan do not fit.
     """
     inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
     if plan is None:

@@ -19,7 +19,7 @@ _CHUNK = 16  # splits joined at once: fixed, since the order of a sum decides it
 
 @triton.jit
 def first_key_tile(first_pos, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Return the tile of the first key that a query token at `first_pos` sees."""
+    """Return the tile of the first key that a query token at position `first_pos` sees."""
     tile = 0
     if WINDOW > 0:
         tile = tl.maximum(first_pos - WINDOW + 1, 0) // TILE * TILE
@@ -28,7 +28,7 @@ def first_key_tile(first_pos, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def split_tokens(num_keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the key tokens of one split: the least multiple of SPLIT of which MAX_SPLITS are enough."""
+    """Return the keys in one split: the smallest multiple of SPLIT with which MAX_SPLITS splits suffice."""
     return tl.maximum(tl.cdiv(num_keys, SPLIT * MAX_SPLITS), 1) * SPLIT
 
 
@@ -94,15 +94,15 @@ def _plan_kernel(
 
 
 class Splits:
-    """How decodes are split, and the launch that lists their splits.
+    """How decodes are split, with the launch that lists the splits.
 
-    The list is made on the device: a CUDA graph then holds the same launches for all lengths, and one long
+    The list is made on the device, so that a CUDA graph has the same launches for all lengths, and one long
     sequence among short ones does not leave SMs idle.
 
-    most_splits: the most splits of a sequence.
+    most_splits: maximum number of splits of a sequence.
 
-    max_keys: as many as the block tables can hold. decode_q: the most query tokens of a decode. window: 0 is
-        none.
+    max_keys: the number of keys that the block tables can hold. decode_q: maximum number of query tokens of a
+        decode. window: the sliding window; 0 for none.
     """
 
     __slots__ = ("launch", "most_splits", "num_seqs")
@@ -130,7 +130,7 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The splits of a batch's decodes, in device memory; valid for every layer of the same shape."""
+    """The splits of a batch's decodes, in device memory. Valid for every layer with the same shape."""
 
     work: Tensor  # i32[most_splits * num_seqs, 2], (sequence, split): filled as far as there is work
     first_item: Tensor  # i32[num_seqs + 2], exclusive prefix sum of the splits, then the number of work items
@@ -201,10 +201,10 @@ def _merge_kernel(
 
 
 def merge_launch(num_seqs: int, partial_q: int, num_heads: int, value_dim: int) -> BoundLaunch:
-    """Bind the merge of the splits of every decode that has more than one, whose output it writes.
+    """Bind the launch that merges the splits of each decode with more than one split and writes the output.
 
-    A row is sum_s(w_s * partial_s) / sum_s(w_s * partial_sum_s) over its splits s, where
-    w_s = 2 ** (partial_max_s - max_s(partial_max_s)).
+    A row is sum_s(w_s * partial_s) / sum_s(w_s * partial_sum_s) over its splits s, where w_s = 2 **
+    (partial_max_s - max_s(partial_max_s)).
     """
     return BoundLaunch(
         _merge_kernel,
@@ -222,7 +222,7 @@ def merge_launch(num_seqs: int, partial_q: int, num_heads: int, value_dim: int) 
 def most_partial_bytes(
     num_seqs: int, max_keys: int, num_heads: int, value_dim: int, split: int, decode_q: int = 1
 ) -> int:
-    """Return the most bytes that partial results of so many decodes take."""
+    """Return the maximum size in bytes of the partial results of this many decodes."""
     most_splits = min(triton.cdiv(max_keys, split), MAX_SPLITS)
     values = num_heads * (value_dim + 2) * decode_q
     return 4 * num_seqs * most_splits * values if most_splits > 1 else 0

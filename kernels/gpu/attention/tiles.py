@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Layer(NamedTuple):
-    """What a layer's shapes and options fix at compile time. A feature that is off leaves no instruction."""
+    """The properties of a layer that are fixed at compile time. A feature that is off costs nothing."""
 
     stride_query_token: int
     stride_query_head: int
@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Where a program finds K and V."""
+    """Where a program reads K and V."""
 
     key_desc: Any  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM] by boxes of a tile, or None: by pointers
     value_desc: Any
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """The keys that a program reads: those of [key_low, end) in the tiles that cover [start, end)."""
+    """The keys that a program reads: keys in [key_low, end), in the tiles that cover [start, end)."""
 
     start: Any
     end: Any
@@ -68,7 +68,7 @@ class KeyRange(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Factors of scores."""
+    """The factors by which scores are multiplied."""
 
     score_scale: Any
     exp_scale: Any  # from scores to powers of two
@@ -208,7 +208,7 @@ def attend_rows(
     layer: tl.constexpr,  # Layer
     tiles: tl.constexpr,  # AttentionConfig
 ):
-    """Attend from rows of queries: acc [BLOCK_M, BLOCK_V], not normalised, row_max and row_sum."""
+    """Attend from rows of queries. Return unnormalised outputs [BLOCK_M, BLOCK_V], row_max and row_sum."""
     BLOCK_M: tl.constexpr = tiles.BLOCK_M  # Triton 3.6 takes no field as the size of a tl.zeros
     BLOCK_V: tl.constexpr = layer.BLOCK_V
     offs_d = tl.arange(0, layer.BLOCK_D)

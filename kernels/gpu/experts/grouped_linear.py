@@ -33,7 +33,7 @@ def grouped_linear(
 ) -> Tensor:  # [num_rows, out_features]
     """Return x[sources[r]] weight[e]ᵀ + bias[e] as row r, for the rows of each expert e.
 
-    Sums are float32, in an order that follows from the weight alone, and are rounded once to x's dtype.
+    Sums are computed in float32, in an order that depends on the weight alone, and rounded once to x's dtype.
     Raises ValueError for a shape, dtype, stride or device that does not fit.
     """
     key = combination((x, weight, offsets, sources, bias))
@@ -52,9 +52,9 @@ def grouped_coded_linear(
 ) -> Tensor:  # [num_rows, out_features]
     """Return x[sources[r]] weight[e]ᵀ + bias[e] as row r, for the rows of each expert e.
 
-    A weight is the number of its format in float32, rounded once to the dtype of x. Sums are float32, in an
-    order that follows from the weight alone, and are rounded once to x's dtype. Raises ValueError for a
-    shape, dtype, stride or device that does not fit.
+    Weights are decoded in float32 and rounded once to the dtype of x. Sums are computed in float32, in an
+    order that depends on the weight alone, and rounded once to x's dtype. Raises ValueError for a shape,
+    dtype, stride or device that does not fit.
     """
     key = combination((x, offsets, sources, bias), weight.layout, weight.num_experts)
     launch, size = _coded_launches.find(key, x, weight, offsets, sources, bias)

@@ -9,7 +9,7 @@ from ..linear.kernel import Coded, multiply_tile
 
 
 class PlainShape(NamedTuple):
-    """The weight of an expert in numbers: constants of a specialisation."""
+    """The shape of an expert's float weight, as constants of a specialisation."""
 
     NUM_OUTPUTS: int
     NUM_INPUTS: int
@@ -17,14 +17,14 @@ class PlainShape(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """The experts: constants of a specialisation."""
+    """The experts, as constants of a specialisation."""
 
     NUM_EXPERTS: int
     BLOCK_E: int
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time: outputs of rows that one expert has."""
+    """What a program computes at a time: some outputs of some rows of one expert."""
 
     expert: Any
     outputs: Any  # [BLOCK_N]

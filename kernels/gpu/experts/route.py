@@ -126,9 +126,9 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # i32 and f32 [num_tokens, num_chosen]
     """Choose the experts of each token, in ascending order, and their weights.
 
-    Those of the highest scores are chosen, the lower index among equal ones. NaN counts as the highest, so
-    that the weight of a chosen expert is NaN where a logit is. Tokens without experts, which pad a step, get
-    the number num_experts: `sort_by_expert` puts their rows behind all others, and products leave them out.
+    The experts with the highest scores are chosen; at equal scores, the lower index. NaN counts as the
+    highest score, so that a NaN logit gives a chosen expert a NaN weight. Tokens from `count` on are padding;
+    they get the number num_experts, so that `sort_by_expert` puts their rows last and products skip them.
     Raises ValueError for a shape, dtype, stride or option that does not fit.
     """
     key = combination((logits, correction_bias, expert_scales, count), options)

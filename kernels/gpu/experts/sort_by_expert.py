@@ -45,10 +45,9 @@ def _sort_by_expert_kernel(
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_tokens, num_chosen]
-    """Sort the pairs of a token and an expert by expert, those of one expert by token.
+    """Sort the pairs of a token and an expert by expert, and pairs with the same expert by token.
 
-    The host does not learn the order. Raises ValueError for a shape, dtype, stride or number that does not
-    fit.
+    The order stays on the device. Raises ValueError for a shape, dtype, stride or number that does not fit.
     """
     launch = _launches.find(combination((experts,), num_experts), experts, num_experts)
     places = torch.empty(experts.shape, dtype=torch.int64, device=experts.device)

@@ -50,10 +50,10 @@ def sum_experts(
     shared: Tensor | None = None,  # [num_tokens, size], like x: of the experts that every token has
     shared_gate: Tensor | None = None,  # f32[num_tokens, 1], logits: `shared` is multiplied by their sigmoid
 ) -> Tensor:  # [num_tokens, size]
-    """Return each token's products times their weights, added in float32 in the order of places.
+    """Return for each token the weighted sum of its experts' outputs, in float32, in the order of `places`.
 
-    What is `shared` is added last, and only the sum is rounded to x's dtype. Raises ValueError for a shape,
-    dtype, stride or device that does not fit.
+    `shared` is added last, and only the sum is rounded to x's dtype. Raises ValueError for a shape, dtype,
+    stride or device that does not fit.
     """
     key = combination((x, places, weights, shared, shared_gate))
     launch = _launches.find(key, x, places, weights, shared, shared_gate)

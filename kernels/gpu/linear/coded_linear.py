@@ -27,11 +27,11 @@ def coded_linear(
     bias: Tensor | None = None,  # [num_outputs], in any dtype of x
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [num_rows, num_outputs]
-    """Return x Wᵀ + b in out_dtype, by default that of x, or in float32.
+    """Return x Wᵀ + b in out_dtype: x's dtype, which is the default, or float32.
 
-    A weight is the number of its format in float32, rounded once to the dtype of x. Sums are float32, in an
-    order that follows from the weight alone: by splits of the inputs, which are added one after the other,
-    by one program or, where programs would be too few, by a second kernel. Raises ValueError for a shape,
+    Weights are decoded in float32 and rounded once to the dtype of x. Sums are computed in float32, in an
+    order that depends on the weight alone: inputs are divided into splits, whose sums are added one after the
+    other, by one program or, if programs would be too few, by a second kernel. Raises ValueError for a shape,
     dtype, stride or device that does not fit.
     """
     key = combination((x, bias), weight.layout, out_dtype)
@@ -138,7 +138,7 @@ def _check(x: Tensor, layout: PackedLayout, bias: Tensor | None, out_dtype: torc
 
 
 def shape_of(layout: PackedLayout, target: str) -> CodedShape:
-    """Return the constants of a weight."""
+    """Return the constants of a weight's shape."""
     num_groups = layout.num_inputs // layout.group
     unit_tiles = max(1, layout.unit // layout.tile)
     return CodedShape(
@@ -168,12 +168,12 @@ def kind_of(layout: PackedLayout, target: str) -> CodeKind:
 
 
 def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
-    """Return the dtype in which x and weights are multiplied."""
+    """Return the dtype in which x and weights are multiplied on this target."""
     return tl.float32 if target == "interpreter" else _TL_DTYPES[dtype]
 
 
 def compiler_options(target: str) -> dict[str, Any]:
-    """Return what the compiler must know of a target: CDNA's matrix instructions are those of few rows."""
+    """Return compiler options for a target. On CDNA they select matrix instructions with few rows."""
     return {"matrix_instr_nonkdim": 16} if FAMILIES.get(target) == "cdna" else {}
 
 

@@ -62,7 +62,7 @@ def take_coded_rows(
     indices: Tensor,  # i64[n]
     dtype: torch.dtype,
 ) -> Tensor:  # [n, num_inputs]
-    """Return rows of a weight: numbers of its format in float32, rounded once to the dtype.
+    """Return rows of a weight, decoded in float32 and rounded once to the dtype.
 
     Raises ValueError for a shape, dtype or device that does not fit.
     """

@@ -15,10 +15,10 @@ ROW_COUNTS: dict[RowCount, int] = {"few": 16, "some": 64, "many": 512, "most": 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
-    """The tile shapes that a specialisation of the product is compiled for.
+    """The tile shapes for which a specialisation of the product is compiled.
 
-    All tiles of a target use the same instruction for products along the inputs, so that a row's bits do not
-    depend on which of them it is in.
+    All tile shapes of a target use the same instruction along the inputs, so that a row's bits do not depend
+    on the tile shape.
     """
 
     BLOCK_N: int  # outputs
@@ -36,10 +36,11 @@ _INTERPRETED = 4, 16, 64  # the same three, for short tests
 
 
 def split_tiles(num_outputs: int, num_tiles: int, tile: int, target: str) -> int:
-    """Return how many tiles of inputs are summed by themselves, before the sums are added in their order.
+    """Return the number of tiles in a split. Each split of the inputs is summed alone, and then the sums are
+    added in order.
 
-    It follows from the weight alone: as many splits, a power of two, as give a product of few rows
-    _ENOUGH_PROGRAMS, each with _LEAST_SPLIT inputs or more.
+    The number depends on the weight alone. The number of splits is a power of two, such that a product with
+    few rows has _ENOUGH_PROGRAMS programs and a split has at least _LEAST_SPLIT inputs.
     """
     enough, outputs, least = (
         _INTERPRETED if target == "interpreter" else (_ENOUGH_PROGRAMS, _SPLIT_OUTPUTS, _LEAST_SPLIT)
@@ -51,12 +52,12 @@ def split_tiles(num_outputs: int, num_tiles: int, tile: int, target: str) -> int
 
 
 def row_count(num_rows: int) -> RowCount:
-    """Return which tiles a product of so many rows takes."""
+    """Return the class of row counts that selects the tile shapes for a product of num_rows rows."""
     return next(name for name, most in ROW_COUNTS.items() if num_rows <= most)
 
 
 def linear_config(dtype: torch.dtype, rows: RowCount, target: str) -> LinearConfig:
-    """Return the tile shapes for x of this dtype. Raises ValueError for a target that none are made for."""
+    """Return the tile shapes for x of this dtype. Raises ValueError for an unsupported target."""
     if target == "interpreter":
         shape = 16, 16, 4, 1
     elif target not in FAMILIES:

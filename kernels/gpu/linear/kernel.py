@@ -9,7 +9,7 @@ from .numbers import e4m3_numbers, numbers_of
 
 
 class CodedShape(NamedTuple):
-    """A weight: constants of a specialisation."""
+    """The shape of a coded weight, as constants of a specialisation."""
 
     NUM_OUTPUTS: int
     NUM_INPUTS: int
@@ -22,7 +22,7 @@ class CodedShape(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a program computes: constants of a specialisation."""
+    """What a program computes, as constants of a specialisation."""
 
     BLOCK_N: int  # outputs
     BLOCK_M: int  # rows of x
@@ -32,7 +32,7 @@ class Product(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """Where a program finds codes and factors, and for which outputs."""
+    """Where a program reads codes and factors, and for which outputs."""
 
     words_ptr: Any
     scale_ptr: Any
@@ -46,7 +46,7 @@ class Coded(NamedTuple):
 
 @triton.jit
 def load_words(coded, tile, shape: tl.constexpr, kind: tl.constexpr):
-    """Load the words of a tile of inputs, which follow each other in memory."""
+    """Load the words of a tile of inputs, which are contiguous in memory."""
     offs = (tl.cast(tile, tl.int64) * shape.NUM_OUTPUTS + coded.outputs)[:, None] * kind.SUB
     # [BLOCK_N, SUB]
     return tl.load(
@@ -56,7 +56,7 @@ def load_words(coded, tile, shape: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def load_unit(ptr, coded, tile, shape: tl.constexpr):
-    """Load the units of a tile's factors in float32, or return None without any."""
+    """Load the units of a tile's factors in float32; None if factors have no units."""
     if ptr is None:
         unit = None
     else:
@@ -80,9 +80,9 @@ def _converted(factor, unit, is_e4m3: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def load_factors(ptr, unit, is_e4m3: tl.constexpr, coded, tile, shape: tl.constexpr, kind: tl.constexpr):
-    """Load the factors of a tile of inputs in float32: one for each GROUP_SUBS; None without any.
+    """Load the factors of a tile of inputs in float32, one per GROUP_SUBS; None if there are no factors.
 
-    All are loaded before the first one is needed, so that they wait for memory together.
+    All factors are loaded before the first is used, so that the loads overlap.
     """
     PER_WORD: tl.constexpr = kind.PER_WORD  # Triton 3.6 takes no fields for a range
     GROUP_SUBS: tl.constexpr = shape.GROUP_SUBS
@@ -105,7 +105,7 @@ def load_factors(ptr, unit, is_e4m3: tl.constexpr, coded, tile, shape: tl.conste
 
 @triton.jit
 def weights_of(words, i: tl.constexpr, scales, zeros, offsets, shape: tl.constexpr, kind: tl.constexpr):
-    """Return the weights of the i-th code of each word, in float32."""
+    """Return the weights of the i-th code in each word, in float32."""
     numbers = numbers_of(words, i, kind)
     if zeros is not None:
         numbers -= zeros[i // shape.GROUP_SUBS][:, None]

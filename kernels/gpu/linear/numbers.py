@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class CodeKind(NamedTuple):
-    """What codes are: constants of a specialisation."""
+    """The format of codes, as constants of a specialisation."""
 
     NUMBERS: str  # "integers", "e2m1" or "table", of 4 bits; "int8" or "e4m3"
     FIRST: int  # of "integers": what code 0 stands for; the others follow
@@ -20,7 +20,7 @@ class CodeKind(NamedTuple):
 
 @triton.jit
 def numbers_of(words, i: tl.constexpr, kind: tl.constexpr):
-    """Return the numbers, in float32, that the i-th code of each word stands for."""
+    """Return the numbers, in float32, of the i-th code in each word."""
     if kind.NUMBERS == "int8":
         numbers = (words << (24 - 8 * i) >> 24).to(tl.float32)
     elif kind.NUMBERS == "e4m3":
@@ -36,7 +36,7 @@ def numbers_of(words, i: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def e4m3_numbers(codes, HAS_E4M3: tl.constexpr):
-    """Return the numbers, in float32, of float8_e4m3fn in the lowest 8 bits; NaN is not among them."""
+    """Return float8_e4m3fn numbers, given in the lowest 8 bits, in float32. NaN must not occur."""
     if HAS_E4M3:
         numbers = codes.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

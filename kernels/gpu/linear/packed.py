@@ -21,7 +21,7 @@ _WITH_UNIT = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
 class PackedLayout(NamedTuple):
-    """What a launch follows from, beside x: equal for all weights that share their kernels."""
+    """What a launch depends on besides x. Weights with equal layouts share their kernels."""
 
     num_outputs: int
     num_inputs: int
@@ -34,17 +34,17 @@ class PackedLayout(NamedTuple):
 
     @property
     def per_word(self) -> int:
-        """Return the number of codes in a word."""
+        """The number of codes in a word."""
         return 4 if self.table is None else 8
 
     @property
     def tile(self) -> int:
-        """Return the inputs of a tile: what SUB words hold."""
+        """The number of inputs in a tile: as many as SUB words hold."""
         return SUB * self.per_word
 
     @property
     def num_tiles(self) -> int:
-        """Return the number of tiles of inputs, the last of which may be padded."""
+        """The number of tiles of inputs. The last tile may be padded."""
         return -(-self.num_inputs // self.tile)
 
 
@@ -52,9 +52,8 @@ class PackedLayout(NamedTuple):
 class PackedCodes:
     """A weight [num_outputs, num_inputs] in codes: number * scale + offset, or (number - zero) * scale.
 
-    A tile of inputs is SUB words for each output, so that the words of outputs that follow each other follow
-    each other too: whatever a program multiplies is read in whole lines. Codes of inputs that pad the last
-    tile are 0.
+    A tile of inputs has SUB words for each output. The words of consecutive outputs are consecutive in
+    memory, so that programs read whole cache lines. The padding of the last tile has codes of 0.
     """
 
     words: Tensor  # i32[num_tiles, num_outputs, SUB]
@@ -68,12 +67,12 @@ class PackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors in the order in which kernels take them."""
+        """The tensors, in the order in which kernels take them."""
         return self.words, self.scale, self.scale_unit, self.zero, self.offset, self.offset_unit
 
 
 def can_pack_codes(codes: Tensor | HalfBytes, scale: Tensor, table: tuple[float, ...] | None) -> bool:
-    """Return whether there are kernels for these codes, groups of inputs and numbers of a table."""
+    """Return whether there are kernels for these codes, this group size and this table."""
     num_inputs = codes.shape[1]
     num_groups = scale.shape[1]
     whole = num_groups == 1 or (num_inputs % num_groups == 0 and num_inputs // num_groups % SUB == 0)
@@ -91,10 +90,10 @@ def pack_codes(
     *,
     table: tuple[float, ...] | None = None,
 ) -> PackedCodes:
-    """Pack a weight in codes. Factors that no kernel reads as they are become float32, which is exact.
+    """Pack a quantised weight. Factors of a dtype that kernels cannot read become float32, which is exact.
 
-    Raises ValueError unless a group is all inputs or a multiple of SUB of them, and the table holds numbers
-    of e2m1 or integers of 8 bits.
+    Raises ValueError unless a group has all inputs or a multiple of SUB inputs, and the table has e2m1
+    numbers or 8-bit integers.
     """
     numbers = _numbers_of(codes, table)
     num_outputs, num_inputs = codes.shape
@@ -130,10 +129,7 @@ def pack_codes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedExperts:
-    """The weights in codes of all experts: each tensor of their PackedCodes, with those of all experts.
-
-    What an expert has lies together in memory.
-    """
+    """The quantised weights of all experts: the tensors of their PackedCodes, stacked by expert."""
 
     tensors: tuple[Tensor | None, ...]  # in the order of PackedCodes.tensors, each [num_experts, ...]
     num_experts: int
@@ -149,9 +145,9 @@ class PackedExperts:
 
 
 def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExperts:
-    """Copy the weights of experts, which are taken one after the other, into tensors for all.
+    """Copy the weights of experts, one after the other, into stacked tensors.
 
-    Raises ValueError unless they are as many as num_experts, and all of one layout.
+    Raises ValueError unless there are num_experts weights with the same layout.
     """
     stacked: PackedExperts | None = None
     count = 0
@@ -172,7 +168,7 @@ def stack_codes(experts: Iterable[PackedCodes], num_experts: int) -> PackedExper
 
 
 def table_words(table: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the 16 integers of a table in four words, the first one lowest."""
+    """Return the 16 integers of a table in four words, the first integer lowest."""
     return struct.unpack("<4i", struct.pack("16b", *map(int, table)))
 
 

@@ -16,7 +16,7 @@ _BLOCK = 2048  # in bfloat16 16 bytes a thread even for 256 threads: 4 warps on 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + e^-x), by an exponential that never overflows."""
+    """Return 1 / (1 + e^-x), computed without overflow."""
     decayed = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
 
@@ -45,6 +45,8 @@ def _activation_kernel(
         x_ptr = out_ptr + row * SIZE + offs
     if ACTIVATION == "silu":
         share = sigmoid(x)
+    elif ACTIVATION == "relu_squared":
+        share = tl.where(x < 0.0, 0.0, x)  # leaves NaN as it is
     elif ACTIVATION == "gelu":
         share = 0.5 + 0.5 * tl.erf(0.7071067811865476 * x)
     elif ACTIVATION == "gelu_tanh":
@@ -63,8 +65,8 @@ def _activation_kernel(
 def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens, size]
     """Return silu(gate) * up, where x is gate and up side by side (Shazeer 2020, "GLU variants").
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
-    does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or
+    stride that does not fit.
     """
     launch, size = _silu_and_muls.find(combination((x,)), x)
     out = x.new_empty(size)
@@ -75,10 +77,10 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
     """Return gelu(gate) * up, with GELU's tanh approximation.
 
-    x: gate and up side by side, [num_tokens, 2 * size], or the gate alone where `up` is given.
+    x: gate and up side by side, [num_tokens, 2 * size], or only the gate if `up` is given.
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
-    does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or
+    stride that does not fit.
     """
     launch, size = _gelu_and_muls.find(combination((x, up)), x, up)
     out = x.new_empty(size)
@@ -93,8 +95,8 @@ def clamped_swiglu(
 ) -> Tensor:  # [num_tokens, size]
     """Return gate sigmoid(alpha gate) (up + 1), with gate at most `limit` and up within ± limit (gpt-oss).
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype, stride or number
-    that does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype,
+    stride or number that does not fit.
     """
     launch, size = _clamped_swiglus.find(combination((x,), limit, alpha), x, limit, alpha)
     out = x.new_empty(size)
@@ -105,10 +107,20 @@ def clamped_swiglu(
 def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
     """Apply GELU to x in place: x Φ(x), or its tanh approximation.
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype, stride or flag
-    that does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype,
+    stride or flag that does not fit.
     """
     launch, _ = _gelus.find(combination((x,), tanh), x, tanh)
+    launch(x, None, None)
+
+
+def relu_squared(x: Tensor) -> None:  # [num_rows, size]
+    """Replace x by max(x, 0)², in place (So et al., Primer, 2021).
+
+    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
+    does not fit.
+    """
+    launch, _ = _relu_squareds.find(combination((x,)), x)
     launch(x, None, None)
 
 
@@ -136,8 +148,14 @@ def _bind_gelu(x: Tensor, tanh: bool) -> tuple[BoundLaunch, tuple[int, int]]:
     return _bind("gelu_tanh" if tanh else "gelu", x, gated=False)
 
 
+@checked_as("relu_squared")
+def _bind_relu_squared(x: Tensor) -> tuple[BoundLaunch, tuple[int, int]]:
+    """Check the arguments. Return the launch, and the size of the output."""
+    return _bind("relu_squared", x, gated=False)
+
+
 def _bind(
-    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"],
+    activation: Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu", "relu_squared"],
     x: Tensor,
     up: Tensor | None = None,
     *,
@@ -172,3 +190,4 @@ _silu_and_muls = Launches(_bind_silu_and_mul)
 _gelu_and_muls = Launches(_bind_gelu_and_mul)
 _clamped_swiglus = Launches(_bind_clamped_swiglu)
 _gelus = Launches(_bind_gelu)
+_relu_squareds = Launches(_bind_relu_squared)

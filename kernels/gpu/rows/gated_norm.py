@@ -1,4 +1,4 @@
-"""RMSNorm of each head, times silu of a gate."""
+"""RMSNorm of each head, times silu of a gate, or of the product."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ _TILE = 2048  # values that one program normalises, or one head if that is longe
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x_ptr,
-    weight_ptr,
+    weight_ptr,  # None: nothing is normalised
     gate_ptr,
     out_ptr,
     num_rows,
@@ -24,6 +24,8 @@ def _gated_norm_kernel(
     stride_gate: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    WEIGHT_PER_HEAD: tl.constexpr,  # or one that all heads share
+    GATE_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -33,34 +35,53 @@ def _gated_norm_kernel(
     gate_ptr += row // NUM_HEADS * stride_gate + row % NUM_HEADS * SIZE + offs
     x = tl.load(x_ptr + row * SIZE + offs, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
-    out = x * inverse[:, None] * weight * gate * sigmoid(gate)
+    if weight_ptr is None:
+        out = x * (gate * sigmoid(gate))
+    else:
+        if WEIGHT_PER_HEAD:
+            weight = tl.load(weight_ptr + row % NUM_HEADS * SIZE + offs, mask=mask, other=0.0)
+        else:
+            weight = tl.load(weight_ptr + offs, mask=offs < SIZE, other=0.0)
+        weight = weight.to(tl.float32)
+        if GATE_FIRST:
+            x = x * (gate * sigmoid(gate))
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
+        out = x * inverse[:, None] * weight
+        if not GATE_FIRST:
+            out = out * gate * sigmoid(gate)
     tl.store(out_ptr + row * SIZE + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_norm(
     x: Tensor,  # [num_tokens, num_heads, size]
-    weight: Tensor,  # [size]
+    weight: Tensor | None,  # [size], or [num_heads * size]
     gate: Tensor,  # [num_tokens, num_heads * size]
     eps: float,
+    *,
+    gate_first: bool = False,
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
+
+    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
 
     Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or value that does not
     fit.
     """
-    launch, size = _launches.find(combination((x, weight, gate), eps), x, weight, gate, eps)
+    given = x, weight, gate, eps, gate_first
+    launch, size = _launches.find(combination(given[:3], *given[3:]), *given)
     out = x.new_empty(size)
     launch(x, weight, gate, out)
     return out
 
 
 @checked_as("gated_norm")
-def _bind(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> tuple[BoundLaunch, tuple[int, int]]:
+def _bind(
+    x: Tensor, weight: Tensor | None, gate: Tensor, eps: float, gate_first: bool
+) -> tuple[BoundLaunch, tuple[int, int]]:
     """Check the arguments. Return the launch, and the size of the output."""
     check_contiguous("x", x)
-    check_contiguous("weight", weight)
+    if weight is not None:
+        check_contiguous("weight", weight)
     check_last_dim_contiguous("gate", gate)
     check_launchable("x", x)
     num_tokens, num_heads, size = x.shape
@@ -74,9 +95,11 @@ def _bind(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> tuple[BoundLau
         stride_gate=gate.stride(0),
         NUM_HEADS=num_heads,
         SIZE=size,
+        WEIGHT_PER_HEAD=weight is not None and len(weight) > size,
+        GATE_FIRST=gate_first,
         BLOCK_ROWS=block_rows,
         BLOCK_SIZE=block_size,
-        num_warps=4,
+        num_warps=4 if block_size <= _TILE else 16,
     )
     return launch, (num_tokens, num_heads * size)
 

@@ -16,7 +16,7 @@ _TILE = 2048  # values that one program normalises, or one row if that is longer
 
 @triton.jit
 def weighted(x, weight, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """Return normalised x, rounded to `dtype` first unless UNIT_OFFSET, times its weight; float32."""
+    """Return normalised x times the weight in float32. Unless UNIT_OFFSET, x is first rounded to `dtype`."""
     weight = weight.to(tl.float32)
     if UNIT_OFFSET:
         return x * (1.0 + weight)
@@ -93,12 +93,12 @@ def rms_norm(
     *,
     unit_offset: bool = False,
 ) -> Tensor:  # [num_rows, size], contiguous
-    """Return weight * x / sqrt(mean(x²) + eps), after residual += x where one is given.
+    """Return weight * x / sqrt(mean(x²) + eps) of x, or of residual += x if a residual is given.
 
-    Zhang & Sennrich 2019, in float32. The sum is rounded to the residual's dtype before it is normalised, and
-    the normalised value to x's dtype before the weight multiplies it, as in HF's LlamaRMSNorm. unit_offset:
-    multiply by 1 + weight and round only the product, as in HF's Gemma3RMSNorm. Raises ValueError for a
-    shape, dtype, stride or value that does not fit.
+    The RMS norm (Zhang & Sennrich 2019), computed in float32. The residual's sum is rounded to its dtype
+    before it is normalised, and the normalised value to x's dtype before it is multiplied by the weight, as
+    in HF's LlamaRMSNorm. With unit_offset, multiply by 1 + weight and round only the product, as in HF's
+    Gemma3RMSNorm. Raises ValueError for a shape, dtype, stride or value that does not fit.
     """
     key = combination((x, weight, residual), eps, unit_offset)
     launch = _rms_norms.find(key, x, weight, eps, residual, unit_offset)
@@ -116,7 +116,7 @@ def rms_norm_into(
     unit_offset: bool = False,
     add: bool = False,
 ) -> None:
-    """Write the norm of x, see `rms_norm`, into `out`; add: add it to `out`, and round only the sum.
+    """Write the RMS norm of x into `out`; with `add`, add it to `out` and round only the sum. See `rms_norm`.
 
     Raises ValueError for a shape, dtype, stride or value that does not fit.
     """
@@ -132,10 +132,11 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size], contiguous
-    """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, after residual += x where one is given.
+    """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias of x, or of residual += x if given.
 
-    Ba et al. 2016, in float32. The sum is rounded to the residual's dtype before it is normalised, and the
-    result to x's. Raises ValueError for a shape, dtype, stride or value that does not fit.
+    The layer norm (Ba et al. 2016), computed in float32. The residual's sum is rounded to its dtype before it
+    is normalised, and the result to x's dtype. Raises ValueError for a shape, dtype, stride or value that
+    does not fit.
     """
     key = combination((x, weight, bias, residual), eps)
     launch = _layer_norms.find(key, x, weight, bias, eps, residual)

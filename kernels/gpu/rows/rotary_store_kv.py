@@ -187,21 +187,22 @@ def rotary_store_kv(
     fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads], or None
     fixed_value_scales: Tensor | None = None,  # like fixed_key_scales
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Return the query, normalised and rotated; store the key, likewise, and the value in their slots.
+    """Normalise and rotate query and key. Store key and value in their slots, and return the query.
 
-    RMS norm of every head with its weight where given (Henry et al. 2020, as in Qwen3), then rotary embedding
-    in neox order (Su et al. 2021), then cache[slot // block_size, slot % block_size] = new token
-    (Kwon et al. 2023). float32 between load and store, rounded to qkv's dtype where HF rounds: before and
-    after the norm's weight, and after the rotation. unit_offset: the norm is Gemma 3's, see `rms_norm`.
+    Three operations follow each other: an RMS norm of every head, if weights are given (Henry et al. 2020, as
+    in Qwen3); the rotary embedding in neox order (Su et al. 2021); and cache[slot // block_size, slot %
+    block_size] = new token (Kwon et al. 2023). They compute in float32 and round to qkv's dtype where HF
+    rounds: before and after the norm's weight, and after the rotation. With unit_offset, the norm is Gemma
+    3's, see `rms_norm`.
 
-    The query is rotated in place and returned as a view of qkv, which is still in the L2 cache; the key heads
-    of qkv are undefined afterwards. Without caches qkv has query heads only, and key_norm_weight is None.
+    The query is rotated in place and returned as a view of qkv, which is still in the L2 cache. The key heads
+    of qkv are undefined afterwards. Without caches, qkv has query heads only, and key_norm_weight is None.
 
-    Two tokens must not share a slot. A token in slot NO_SLOT, -1, is not stored: it pads a step, for a caller
-    that proves its arguments. A quantised cache holds every head divided by a scale of its own: its
-    largest absolute value over the largest of the dtype (int8: rounded to nearest, halves up); or by a fixed
-    scale, clamped to the range of the dtype. A plain cache has qkv's dtype, or float16 or bfloat16 where that
-    is float32.
+    Two tokens must not share a slot. A token in slot NO_SLOT (-1) is not stored; it is padding, allowed only
+    for callers that guarantee their arguments. A quantised cache stores every head divided by its own scale,
+    which is its largest absolute value over the largest value of the dtype (int8 rounds to nearest, halves
+    up); or divided by a fixed scale and clamped to the range of the dtype. A plain cache has qkv's dtype, or
+    float16 or bfloat16 if qkv is float32.
 
     Raises ValueError for a shape, dtype, stride or device that does not fit, and in debug mode (see `checks`)
     for a slot outside the cache or named twice.

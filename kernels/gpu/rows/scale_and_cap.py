@@ -32,10 +32,10 @@ def _scale_and_cap_kernel(
 
 
 def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
-    """Multiply x by a factor in place; softcap: turn the product p into softcap tanh(p / softcap).
+    """Multiply x by a factor in place. With a softcap, turn the product p into softcap tanh(p / softcap).
 
-    Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or number that does not
-    fit.
+    The result is computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or number
+    that does not fit.
     """
     launch = _launches.find(combination((x,), factor, softcap), x, factor, softcap)
     launch(x)

@@ -14,7 +14,7 @@ _BLOCK = 2048
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + e^-x), without an overflow."""
+    """Return 1 / (1 + e^-x), computed without overflow."""
     decayed = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, decayed) / (1.0 + decayed)
 
@@ -40,8 +40,8 @@ def _scale_by_sigmoid_kernel(
 def scale_by_sigmoid(x: Tensor, gate: Tensor) -> None:  # [num_rows, size], both
     """Multiply x by the sigmoid of the gate, in place.
 
-    Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or device that does
-    not fit.
+    The result is computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or device
+    that does not fit.
     """
     launch = _launches.find(combination((x, gate)), x, gate)
     launch(x, gate)

@@ -31,8 +31,8 @@ def _scale_rows_kernel(
 def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
     """Multiply each row of x by its factor, in place.
 
-    Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or device that does
-    not fit.
+    The result is computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or device
+    that does not fit.
     """
     launch = _launches.find(combination((x, factors)), x, factors)
     launch(x, factors)

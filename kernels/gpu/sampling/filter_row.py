@@ -23,33 +23,33 @@ def finite(x):
 
 @triton.jit
 def max_or_nan(x):
-    """Return the highest of a vector; NaN if there is one in it."""
+    """Return the highest number of a vector; NaN if it contains NaN."""
     is_nan = tl.max((x != x).to(tl.int32), axis=0) > 0
     return tl.where(is_nan, float("nan"), tl.max(tl.where(x == x, x, float("-inf")), axis=0))
 
 
 @triton.jit
 def load_finite(logits_ptr, offs, SIZE: tl.constexpr):
-    """Load logits, `finite`; those past the end are -inf."""
+    """Load logits and make them `finite`. Entries past the end become -inf."""
     return finite(tl.load(logits_ptr + offs, mask=offs < SIZE, other=float("-inf")))
 
 
 @triton.jit
 def ordered(x):
-    """Map floats to i32 in the same order."""
+    """Map float32 to int32 keys in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def unordered(key):
-    """Map i32 of `ordered` back to floats."""
+    """Map keys from `ordered` back to float32."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the row's highest logit, its temperature, clamped so that 1 / it is finite, and 1 / it."""
+    """Return a row's highest logit, its temperature (clamped to have a finite inverse), and the inverse."""
     offs = tl.arange(0, BLOCKS)
     maxima = tl.load(maxima_ptr + row * NUM_BLOCKS + offs, mask=offs < NUM_BLOCKS, other=float("-inf"))
     top = tl.maximum(tl.max(maxima, axis=0), -FLOAT_MAX)
@@ -60,7 +60,7 @@ def row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS: tl.constexpr, BLOCKS
 
 @triton.jit
 def scaled(x, top, temperature, inverse):
-    """Return z = (x - top) / temperature, from -300 to 0: nothing overflows; for -inf look at x itself."""
+    """Return z = (x - top) / temperature, from -300 to 0, without overflow. For -inf, look at x itself."""
     x = tl.maximum(x, tl.maximum(top, 0.0) - FLOAT_MAX)
     return tl.maximum(x - top, temperature * -_FURTHEST) * inverse
 
@@ -83,7 +83,7 @@ def share_of(part, total):
 def lowest_kept(
     top, moments_ptr, sigmas_ptr, min_p_ptr, row, flags, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Return the limits of min_p and top_n_sigma: kept are z of lowest_z or more, and keys above `low`."""
+    """Return the limits of min_p and top_n_sigma: they keep z >= lowest_z, and keys above `low`."""
     min_p = tl.load(min_p_ptr + row, mask=(flags & 1) != 0, other=0.0)
     lowest_z = tl.where(min_p > 0, tl.log(tl.maximum(min_p, 1.1754943508222875e-38)), -1000.0)
     sigmas = tl.load(sigmas_ptr + row, mask=(flags & 2) != 0, other=0.0)
@@ -106,7 +106,7 @@ def lowest_kept(
 
 @triton.jit
 def wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE: tl.constexpr):
-    """Return the row's typical_p, top_k and top_p; for a filter that is not used, a value that keeps all."""
+    """Return a row's typical_p, top_k and top_p. The value of an unused filter keeps all tokens."""
     typical = tl.load(typical_ptr + row, mask=(flags & 4) != 0, other=1.0)
     top_k = tl.load(top_k_ptr + row, mask=(flags & 8) != 0, other=SIZE)
     top_p = tl.load(top_p_ptr + row, mask=(flags & 16) != 0, other=1.0)
@@ -115,7 +115,7 @@ def wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE: tl.constexpr)
 
 @triton.jit
 def coarse_pivots(maxima_ptr, top, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, PIVOTS: tl.constexpr):
-    """Choose keys below the highest logit, denser near it, down to twice as far as the lowest maximum."""
+    """Choose keys below the highest logit, denser near it, down to twice the lowest maximum's distance."""
     offs = tl.arange(0, BLOCKS)
     maxima = tl.load(maxima_ptr + row * NUM_BLOCKS + offs, mask=offs < NUM_BLOCKS, other=float("inf"))
     lowest = tl.min(tl.where(maxima > float("-inf"), maxima, float("inf")), axis=0)
@@ -127,7 +127,7 @@ def coarse_pivots(maxima_ptr, top, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.con
 
 @triton.jit
 def coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the highest pivot with enough above it: at or below it top_k and top_p keep nothing."""
+    """Return the highest pivot with enough logits above it: top_k and top_p keep nothing at or below it."""
     offs = tl.arange(0, PIVOTS)
     if typical >= 1.0:
         if top_k < SIZE:
@@ -142,7 +142,7 @@ def coarse_low(sums_ptr, pivots, low, typical, top_k, top_p, PIVOTS: tl.constexp
 
 @triton.jit
 def kept_and_scaled(x, limits_ptr):
-    """Return which of these logits a row's limits keep, and (x - top) / temperature of all."""
+    """Return which of these logits a row's limits keep, and (x - top) / temperature for all of them."""
     top = tl.load(limits_ptr)
     z = scaled(x, top, tl.load(limits_ptr + 1), tl.load(limits_ptr + 2))
     kept = (x >= tl.load(limits_ptr + 3)) & (z >= tl.load(limits_ptr + 4))

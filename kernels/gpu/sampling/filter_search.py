@@ -119,7 +119,7 @@ def search_kernel(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """Find one row's limits by typical_p, top_k and top_p, each over what the one before it kept."""
+    """Find one row's limits by typical_p, top_k and top_p. Each filter works on the tokens that are left."""
     row = tl.program_id(0).to(tl.int64)
     typical, top_k, top_p = wanted_of(typical_ptr, top_k_ptr, top_p_ptr, row, flags, SIZE)
     top, temperature, inverse = row_scale(maxima_ptr, temperature_ptr, row, NUM_BLOCKS, BLOCKS)

@@ -67,12 +67,12 @@ def apply_penalties(
     frequency_penalty: Tensor,  # f32[n]
     presence_penalty: Tensor,  # f32[n]
 ) -> None:
-    """Penalise the tokens of these rows that were seen before; see `reference.apply_penalties`.
+    """Penalise the tokens that were seen before, in these rows; see `reference.apply_penalties`.
 
-    Other rows, and tokens never seen, keep their bits. Every operation is rounded, as in the reference: the
-    result is bitwise equal on every device. No row may be named twice. Raises ValueError for a shape, dtype
-    or stride that does not fit, and in debug mode (see `checks`) for rows and slots that do not exist or are
-    named twice.
+    Other rows, and tokens never seen, keep their bits. Every operation is rounded as in the reference, so
+    that the result is bitwise equal on every device. No row may be given twice. Raises ValueError for a
+    shape, dtype or stride that does not fit; in debug mode (see `checks`) also for rows and slots that do not
+    exist or are given twice.
     """
     tensors = {
         "rows": rows,

@@ -167,7 +167,7 @@ def _gather_kernel(
 
 
 class Filters(NamedTuple):
-    """The filters of the rows; None: no row uses it."""
+    """The filters of the rows. A filter is None if no row uses it."""
 
     min_p: Tensor | None  # f32[n], 0 keeps all
     top_n_sigma: Tensor | None  # f32[n], 0 keeps all
@@ -177,7 +177,7 @@ class Filters(NamedTuple):
 
 
 def check_vocabulary(logits: Tensor, temperature: Tensor, filters: Filters) -> None:
-    """Raise ValueError unless kernels can sum masses over the logits, and all columns are contiguous."""
+    """Raise ValueError unless kernels can sum over this vocabulary, and all columns are contiguous."""
     check_last_dim_contiguous("logits", logits)
     if logits.shape[1] > MAX_VOCAB_SIZE:
         raise ValueError(f"logits must be of 1 to {MAX_VOCAB_SIZE} tokens, got {logits.shape[1]}")
@@ -187,7 +187,7 @@ def check_vocabulary(logits: Tensor, temperature: Tensor, filters: Filters) -> N
 
 
 class BlockMaxima:
-    """The launch that finds the maxima of each block of logits, and what else is asked for."""
+    """The launch that finds the maximum of each block of logits, and further results if asked for."""
 
     def __init__(self, logits: Tensor, *, moments: bool, highest: bool = False) -> None:
         num_rows, vocab_size = logits.shape
@@ -221,8 +221,9 @@ def row_limits(
 ) -> Tensor:
     """Return the limits of each row, f32[n, NUM_LIMITS], for `kept_and_scaled`.
 
-    The highest logit, temperature, 1 / temperature; the lowest logit and the lowest z that are kept; the
-    center and the reach of the z that typical_p keeps.
+    They are the highest logit, temperature and 1 / temperature; the lowest logit and the lowest z = (logit -
+    highest) / temperature that are kept; and the center and half width of the range of z that typical_p
+    keeps.
     """
     n, vocab_size = logits.shape
     num_blocks = maxima.shape[1]

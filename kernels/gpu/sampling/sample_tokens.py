@@ -47,7 +47,7 @@ def _log(x):
 
 @triton.jit
 def gumbel(high, low):
-    """Make Gumbel noise of 64 random bits, u32 high and low."""
+    """Make Gumbel noise from 64 random bits, given as u32 high and low."""
     bits = (high.to(tl.int64) << 32) | low.to(tl.int64)
     near = ((bits ^ (bits >> 63)) | 1).to(tl.float32) * 5.421010862427522e-20
     log_near = _log(near)
@@ -158,12 +158,13 @@ def sample_tokens(
     top_p: Tensor | None,  # f32[n], 1 keeps all
     highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
-    """Draw from softmax(logits / temperature) of each row, over the tokens that its filters keep.
+    """Draw a token from softmax(logits / temperature) of each row, over the tokens that the row's filters
+    keep.
 
-    Random numbers depend on (seed, position) alone; of equal scores the smallest token wins. A row's token
-    depends on its own logits and parameters only. A row with a NaN or +inf, or with nothing but -inf, gets
-    some token of the vocabulary, in the same time: the caller looks at the row's maximum, which is not finite
-    then, and discards the token. (NaN counts as -inf and +inf as the largest float, so no search can hang.)
+    Random numbers depend on (seed, position) alone. At equal scores the smallest token is drawn. A row's
+    token depends only on its own logits and parameters. A row with NaN or +inf, or with nothing but -inf,
+    gets some token of the vocabulary; the caller sees from the row's maximum, which is then not finite, that
+    it must discard the token. (NaN counts as -inf and +inf as the largest float, so that no search hangs.)
     Raises ValueError for a shape, dtype or stride that does not fit.
     """
     filters = Filters(min_p, top_n_sigma, typical_p, top_k, top_p)

@@ -42,9 +42,9 @@ def take_parameters(
     table: Tensor,  # i32[num_seats, NUM_PARAMETER_WORDS]
     seats: Tensor,  # i64[num_rows]
 ) -> RowParameters:
-    """Return the parameters of these seats, in the form in which `sample_tokens` takes them.
+    """Return the parameters of these seats, as `sample_tokens` takes them.
 
-    A row of the table is the bits of a seed, the lower half first, of the floats of `RowParameters`, and of
+    A row of the table holds the bits of a seed (lower half first), of the floats of `RowParameters`, and of
     top_k. Raises ValueError for a shape, dtype, stride or device that does not fit.
     """
     launch = _launches.find(combination((table, seats)), table, seats)

@@ -96,7 +96,7 @@ def gated_delta(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Apply the gated delta rule to the tokens of each sequence; see `reference.gated_delta`.
 
-    A program keeps some columns of a head's state in registers, and goes through the tokens of a sequence.
+    A program holds some columns of a head's state in registers while it processes the tokens of a sequence.
     Raises ValueError for a shape, dtype, stride or value that does not fit.
     """
     tensors = qkv, gates, rates, time_bias, states, slots, seq_lens, cu_seqlens_q

@@ -120,8 +120,8 @@ def short_conv(
 ) -> Tensor:  # [num_tokens, size]
     """Convolve the tokens of each sequence along time, every column by itself; see `reference.short_conv`.
 
-    One program goes through the tokens of a sequence. Raises ValueError for a shape, dtype, stride or value
-    that does not fit.
+    One program processes the tokens of a sequence in order. Raises ValueError for a shape, dtype, stride or
+    value that does not fit.
     """
     tensors = x, weight, bias, states, slots, seq_lens, cu_seqlens_q
     launch, size = _launches.find(combination(tensors, gated), *tensors, gated=gated)

@@ -18,7 +18,7 @@ def plan_attention(
     cu_seqlens_q: Tensor,
     options: AttentionOptions,
 ) -> AttentionPlan:
-    """Check the inputs, and return an empty plan: nothing is computed ahead of the layers."""
+    """Check the inputs. Return an empty plan, since nothing is computed ahead of the layers."""
     if not is_trusted():
         inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
         check_attention(*inputs, options, any_layout=True)
@@ -37,7 +37,7 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over gathered blocks; see `reference.paged_attention`.
 
-    Options other than scale, window and scales, as Gemma 2's softcap, are left to the slower reference.
+    Options other than scale, window and scales, such as Gemma 2's softcap, are left to the slower reference.
     """
     if not is_trusted():
         inputs = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q

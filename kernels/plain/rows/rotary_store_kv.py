@@ -25,7 +25,7 @@ def rotary_store_kv(
     fixed_key_scales: Tensor | None = None,  # f32[num_kv_heads]; None: the scale follows from each head
     fixed_value_scales: Tensor | None = None,
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
-    """Apply QK norm and rotary, and store K and V in their slots; see `reference.rotary_store_kv`."""
+    """Apply QK norm and rotary embeddings, and store K and V; see `reference.rotary_store_kv`."""
     num_kv_heads = 0 if key_cache is None else key_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     # Query and key heads go together: half the calls, which take most of the time of a decode.

@@ -16,7 +16,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 
 @checked
 def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up, of x or of x and `up`; see `reference.gelu_and_mul`."""
+    """Return gelu(gate) * up. x holds both side by side, or `up` is given; see `reference.gelu_and_mul`."""
     gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
@@ -29,7 +29,7 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,  # like x, updated in place
 ) -> Tensor:  # [num_rows, size]
-    """Return the norm of x, after residual += x if given; see `reference.layer_norm`."""
+    """Return the layer norm of x, or of residual += x if a residual is given; see `reference.layer_norm`."""
     if residual is not None:
         x = residual.add_(x)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -37,7 +37,7 @@ def layer_norm(
 
 @checked
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:  # f32[n, vocab_size] -> i64[n], f32[n]
-    """Return the first of the highest logits, and that logit; see `reference.greedy`."""
+    """Return the index of each row's first maximum, and the maximum; see `reference.greedy`."""
     if logits.device.type != "cpu":
         # Of equal values, torch's reduction on a GPU takes the one of the lowest index.
         highest, tokens = logits.max(-1)

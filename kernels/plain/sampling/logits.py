@@ -79,7 +79,7 @@ def token_logprobs(
     tokens: Tensor,  # i64[n]
     num_top: int,  # 0 to vocab_size
 ) -> tuple[Tensor, Tensor, Tensor]:  # f32 and i64 [n, 1 + num_top], i64[n]
-    """Return log_softmax of tokens and of the likeliest; see `reference.token_logprobs`."""
+    """Return log-probabilities of given and most likely tokens; see `reference.token_logprobs`."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])
     top_values, top_tokens = _top(logprobs, num_top)

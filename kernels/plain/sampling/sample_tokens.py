@@ -48,10 +48,10 @@ def sample_tokens(
     top_p: Tensor | None,  # f32[n]
     highest: Tensor | None = None,  # f32[n], receives each row's highest logit; NaN if the row has one
 ) -> Tensor:  # i64[n]
-    """Draw a token of each row; see `reference.kept_tokens` for which may be drawn.
+    """Draw a token for each row, among the tokens of `reference.kept_tokens`.
 
-    Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or
-    with nothing but -inf, get some token. Raises ValueError for a shape, dtype or device that does not fit.
+    Random numbers depend on (seed, position) alone. A tiny temperature is greedy. Rows with a NaN, or with
+    nothing but -inf, get some token. Raises ValueError for a shape, dtype or device that does not fit.
     """
     columns = seeds, positions, temperature, (min_p, top_n_sigma, typical_p, top_k, top_p)
     is_drawn = temperature > 0

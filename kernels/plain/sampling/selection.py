@@ -23,9 +23,10 @@ def smallest_bound(
     weights: Tensor,  # f32[n, vocab_size], none negative
     target: Tensor,  # [n]
 ) -> Tensor:  # f32[n, 1]
-    """Return the smallest bound such that numbers up to it weigh `target`; inf where all weigh less.
+    """Return the smallest bound such that the numbers up to it have a total weight of at least `target`; inf
+    if all numbers together weigh less.
 
-    Weights are summed by bins, and only the bin in which the sum reaches the target is sorted.
+    Weights are summed in bins. Only the bin in which the sum reaches the target is sorted.
     """
     num, vocab_size = numbers.shape
     target = target.double()[:, None]
@@ -57,9 +58,9 @@ def candidates(
     bound: Tensor,  # f32[n, 1]
     maxima: Tensor,  # f32[n, width], of the columns of x
 ) -> tuple[Tensor, Tensor]:  # f32 and i64 [n, most]
-    """Return the values of each row that reach its bound, without -inf, and their indices.
+    """Return the values of each row that are at least its bound, without -inf, and their indices.
 
-    Values come from the largest on, equal ones in the order of their indices, and -inf after a row's last.
+    Values are in descending order, equal values in the order of their indices. Rows are padded with -inf.
     """
     num, vocab_size = x.shape
     places = _places_from(x, bound.clamp(min=torch.finfo(x.dtype).min), maxima)
@@ -77,13 +78,13 @@ def top_candidates(
     x: Tensor,  # f32[n, vocab_size]
     top_k: Tensor,  # int[n], from 1 to vocab_size // HEIGHT
 ) -> tuple[Tensor, Tensor]:  # f32 and i64 [n, most]
-    """Return the top_k largest of each row, those equal to the last, and perhaps more; see `candidates`."""
+    """Return the top_k largest values of each row, with ties and perhaps more; see `candidates`."""
     maxima = column_maxima(x)
     return candidates(x, kth_largest(maxima, top_k), maxima)
 
 
 def kth_largest(x: Tensor, k: Tensor) -> Tensor:  # f32[n, size], int[n] -> f32[n, 1]
-    """Return the k-th largest of each row; of column maxima, it is not above the k-th largest of all."""
+    """Return the k-th largest number of each row. For column maxima, the k-th largest of all is no less."""
     if x.device.type != "cpu":
         return x.topk(int(k.max())).values.gather(1, k.long()[:, None] - 1)
     # numpy's quickselect is vectorised and four times as fast as torch; it takes one k for all rows, and is
@@ -138,17 +139,17 @@ def _rectangle(row: Tensor, num: int) -> tuple[Tensor, int]:  # i64[m], ascendin
 
 
 def row_sums(x: Tensor) -> Tensor:  # f32[n, vocab_size] -> f64[n]
-    """Return the sum of each row: up to HEIGHT numbers at a time in float32, their sums in float64."""
+    """Return the sum of each row. Up to HEIGHT numbers are added in float32, and their sums in float64."""
     return left_to_right(column_sums(x))[:, 0]
 
 
 def left_to_right(x: Tensor) -> Tensor:  # [n, size] -> f64[n, 1]
-    """Return the sum of each row, whose rounding does not depend on trailing zeros."""
+    """Return the sum of each row, added from left to right, so that trailing zeros change no bit."""
     return x.double().cumsum(1)[:, -1:]
 
 
 def column_sums(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, width]
-    """Lay each row out HEIGHT numbers high, the last line perhaps shorter, and sum the columns."""
+    """Arrange each row in at most HEIGHT lines, the last perhaps shorter, and sum the columns."""
     full, rest = _matrix(x)
     reduced = full.sum(1)
     reduced[:, : rest.shape[1]] += rest
@@ -160,7 +161,7 @@ def column_sums_between(
     low: Tensor,  # f32[n, 1]
     high: Tensor,  # f32[n, 1]
 ) -> Tensor:  # f32[n, width]
-    """Sum in each column the numbers strictly between low and high."""
+    """For each column, sum the numbers that lie strictly between low and high."""
     if x.device.type != "cpu":
         return column_sums(x * ((x > low) & (x < high)))
     # numpy compares, and multiplies and adds in one pass, in half of torch's time.
@@ -174,7 +175,7 @@ def column_sums_between(
 
 
 def column_maxima(x: Tensor) -> Tensor:  # [n, vocab_size] -> [n, width]
-    """Return the maxima of the columns of `column_sums`."""
+    """Return the maximum of each column, in the arrangement of `column_sums`."""
     full, rest = _matrix(x)
     reduced = full.amax(1)
     head = reduced[:, : rest.shape[1]]
@@ -190,7 +191,7 @@ def _matrix(x: Tensor) -> tuple[Tensor, Tensor]:  # [n, vocab_size] -> [n, heigh
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors into groups of rows; those of the first tensor fit in a CPU's cache."""
+    """Split tensors into chunks of rows such that a chunk of the first tensor fits in a CPU's cache."""
     first = tensors[0]
     num_rows = max(1, CHUNK // first.shape[1]) if first.device.type == "cpu" else max(1, first.shape[0])
     return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)

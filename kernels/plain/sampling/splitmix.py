@@ -6,7 +6,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniforms(bits: Tensor) -> Tensor:  # i64[...] -> f64[...]
-    """Make a number in (0, 1) of the upper 52 of each 64 random bits."""
+    """Make a number in (0, 1) from the upper 52 bits of each 64 random bits."""
     return (_shift(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -16,12 +16,12 @@ def mixed(seeds: Tensor, positions: Tensor) -> Tensor:  # i64[n] -> i64[n]
 
 
 def nth(seeds: Tensor, n: Tensor) -> Tensor:  # i64[...] -> i64[...]
-    """Return the n-th random bits of a seed's stream."""
+    """Return the n-th 64 random bits of a seed's stream."""
     return splitmix64(seeds + n * _signed(GOLDEN))
 
 
 def splitmix64(x: Tensor) -> Tensor:  # i64[n] -> i64[n]
-    """Return the next 64 random bits after these. int64 arithmetic wraps like unsigned arithmetic."""
+    """Return the next 64 random bits after x. int64 arithmetic wraps like unsigned arithmetic."""
     x = x + _signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

@@ -206,7 +206,8 @@ def _lfm2_layers(
     attention = read_attention(hf, rope=read_rope({"rope_theta": 1e6, **hf}), qk_norm="head")
     kinds = layer_types_of(hf, default, ("full_attention", "conv"))
     width = _width(hf, "conv_L_cache")
-    state = StateSpec(kind="conv", width=width, columns=size(hf, "hidden_size"), bias=flag(hf, "conv_bias"))
+    columns, bias = size(hf, "hidden_size"), flag(hf, "conv_bias")
+    state = StateSpec(kind="conv", width=width, columns=columns, bias=bias, conv_bias=bias, output_bias=bias)
     return _layers(kinds, attention, state, feed_forwards, norms=_LFM2_NORMS)
 
 

@@ -63,6 +63,21 @@ CEILINGS = {
     "full_attention_interval": 1024,
     "conv_L_cache": 8,
     "block_multiple_of": 2**16,
+    "ssm_state_size": 1024,
+    "mamba_num_heads": 4096,
+    "mamba_head_dim": 1024,
+    "n_groups": 4096,
+    "conv_kernel": 8,
+    "moe_shared_expert_intermediate_size": 2**20,
+    "moe_latent_size": 2**17,
+    "mamba_n_heads": 4096,
+    "mamba_d_head": 1024,
+    "mamba_n_groups": 4096,
+    "mamba_d_state": 1024,
+    "mamba_d_conv": 8,
+    "mamba_d_ssm": 2**20,
+    "mamba_expand": 64,
+    "shared_intermediate_size": 2**20,
     "n_group": 4096,
     "topk_group": 4096,
     "num_nextn_predict_layers": 16,
@@ -73,6 +88,7 @@ ACTIVATIONS = {
     "gelu": ("gelu", "gelu_python"),
     "clamped_swiglu": ("silu",),  # of gpt-oss
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
+    "relu_squared": ("relu2",),
 }
 # of multipliers and divisors
 MIN_FACTOR = 1e-6
@@ -457,8 +473,8 @@ def read_model(hf: Config, layers: tuple[LayerSpec, ...], **fields: Any) -> Mode
     }
     if read["rope"] is None:
         raise UnsupportedModelError(
-            f"{read['architecture']} without a layer of attention is not supported: of {len(layers)} layers "
-            "all keep states"
+            f"{read['architecture']} without a layer of attention is not supported, and none of its "
+            f"{len(layers)} layers has it"
         )
     config = ModelConfig(layers=layers, **read | fields)
     if config.residual_norm.eps > 1:

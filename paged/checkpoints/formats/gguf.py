@@ -7,7 +7,7 @@ Each function here takes blocks u8[num_rows, num_blocks, num_bytes].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class GgufFormat(StoredFormat):
 
     title: str
     type: GgmlType
+    columns: tuple[int, ...] | None = None  # see GgufTensor
 
     def layouts(self, part: StoredPart) -> dict[str, Layout]:
         kind = self.type
@@ -47,7 +48,8 @@ class GgufFormat(StoredFormat):
 
     def weight(self, tensors: Mapping[str, Tensor]) -> CodedWeight:
         stored = tensors["weight"]
-        return _READERS[self.type.name](stored.view(len(stored), -1, self.type.num_bytes))
+        weight = _READERS[self.type.name](stored.view(len(stored), -1, self.type.num_bytes))
+        return weight if self.columns is None else _in_order(weight, self.columns)
 
 
 def gguf_format(part: StoredPart) -> GgufFormat | None:
@@ -55,7 +57,38 @@ def gguf_format(part: StoredPart) -> GgufFormat | None:
     tensor = part.get("weight")
     if not isinstance(tensor, GgufTensor) or not tensor.type.in_blocks:
         return None
-    return format_in(tensor.type)
+    return replace(format_in(tensor.type), columns=tensor.columns)
+
+
+def _in_order(weight: CodedWeight, columns: tuple[int, ...]) -> CodedWeight:
+    """Return a weight whose columns are for these inputs, in the order of inputs.
+
+    Groups that stay whole are moved with their factors; else the inputs are ordered before each product.
+    """
+    order = torch.tensor(columns, device=weight.stored.device)
+
+    def stays(size: int) -> bool:
+        runs = order.view(-1, size)
+        steps = torch.arange(size, device=order.device)
+        return bool((runs == runs[:, :1] + steps).all() and (runs[:, 0] % size == 0).all())
+
+    if len(order) % weight.group or not stays(weight.group):
+        return replace(weight, order=order)
+
+    def moved(x: Tensor) -> Tensor:
+        size = len(order) // x.shape[1]
+        while not stays(size):  # a unit of several groups, which are torn apart
+            size //= 2
+        x = x.repeat_interleave(len(order) // size // x.shape[1], dim=1)
+        return x[:, order.view(-1, size)[:, 0].argsort()]
+
+    codes = weight.codes[:, order.argsort()]
+    stored: Tensor | HalfBytes = codes
+    if isinstance(weight.stored, HalfBytes):
+        stored = HalfBytes(codes[:, ::2] | codes[:, 1::2] << 4, len(order))
+    scale, *others = weight.factors
+    factors = Factors(moved(scale), *(None if x is None else moved(x) for x in others))
+    return replace(weight, stored=stored, factors=factors)
 
 
 def format_in(kind: GgmlType) -> GgufFormat:

@@ -46,9 +46,7 @@ class InputGroups:
 
     @classmethod
     def even(cls, num_inputs: int, size: int | None) -> InputGroups:
-        """Return groups of `size` consecutive inputs; the last may be smaller. None makes one group of all
-        inputs.
-        """
+        """Return groups of `size` consecutive inputs, the last perhaps smaller. None makes a single group."""
         return cls.of(torch.arange(num_inputs, device="cpu") // (size or max(1, num_inputs)))
 
     @classmethod

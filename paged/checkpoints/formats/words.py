@@ -86,9 +86,7 @@ def _word_of(code: int, bits: int) -> int:
 
 
 def scale_dtype_of(part: StoredPart, name: str) -> torch.dtype:
-    """Return the dtype of scales in memory, which is their dtype in the file. Unsupported dtypes are refused
-    later.
-    """
+    """Return the dtype of scales in memory: their dtype in the file. Unsupported ones are refused later."""
     found = part.get(name)
     return found.dtype if found is not None and found.dtype in SCALES else torch.float32
 
@@ -147,9 +145,7 @@ class AwqFormat(StoredFormat):
 
 
 def awq_words(words: Tensor) -> Tensor:  # i32[n, num_inputs] -> i32[8 n, num_inputs / 8]
-    """Repack words of eight outputs of one input into words of eight inputs of one output, first input
-    lowest.
-    """
+    """Repack words of eight outputs of an input into words of eight inputs of an output, first one lowest."""
     by_input = words.T
     num_inputs, num_words = by_input.shape
     rows = torch.empty(
@@ -195,9 +191,7 @@ def awq_format(scheme: Scheme, part: StoredPart) -> AwqFormat:
 
 @dataclass(frozen=True)
 class PackedFormat(StoredFormat):
-    """compressed-tensors: weight_packed i32[outputs, inputs / 8], weight_scale, and zeros packed along the
-    outputs.
-    """
+    """compressed-tensors: weight_packed i32[outputs, inputs / 8], weight_scale, zeros packed by outputs."""
 
     title: str
     scale: ScaleLayout

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from ...architectures.gguf_names import CONVERTED
-from ...architectures.gguf_paths import BITS_KEYS, GGUF_KEY, GGUF_POOLINGS, POOLING_KEY, ROPE_FACTORS
+from ...architectures.gguf_paths import (
+    BITS_KEYS,
+    FURTHER_KEY,
+    GGUF_KEY,
+    GGUF_POOLINGS,
+    POOLING_KEY,
+    ROPE_FACTORS,
+)
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
 from .gguf_file import Gguf, GgufTensor
@@ -39,9 +46,7 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """The GGUF metadata and tensors that a config is made from. A source records which rope factors were
-    read.
-    """
+    """The GGUF metadata and tensors for a config. A source records which rope factors were read."""
 
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
@@ -179,6 +184,48 @@ def _sizes(source: ConfigSource) -> dict[str, Any]:
         "num_key_value_heads": metadata.integer("attention.head_count_kv", hf["num_attention_heads"]),
         "head_dim": head_dim_of(metadata),
     }
+
+
+def _sizes_by_layer(source: ConfigSource) -> dict[str, Any]:
+    """Read what `_sizes` does where layers differ: layers without attention have 0 KV heads in the file.
+
+    Layers that predict further tokens, which are counted in block_count, are skipped.
+    """
+    metadata = source.metadata
+    hf = _outer_sizes(source)
+    num_further = metadata.integer("nextn_predict_layers", 0)
+    if not 0 <= num_further < hf["num_hidden_layers"]:
+        raise CheckpointError(
+            f"{metadata.path}: nextn_predict_layers {num_further} contradicts block_count "
+            f"{hf['num_hidden_layers']}"
+        )
+    kv_heads = {*metadata.integers("attention.head_count_kv", hf["num_hidden_layers"])} - {0}
+    inner = {*metadata.integers("feed_forward_length", hf["num_hidden_layers"])} - {0}
+    for key, found in (("attention.head_count_kv", kv_heads), ("feed_forward_length", inner)):
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                f"{metadata.path}: {key} {shown(sorted(found))} differs by layer, which is not supported"
+            )
+    return hf | {
+        "num_hidden_layers": hf["num_hidden_layers"] - num_further,
+        FURTHER_KEY: num_further,
+        "intermediate_size": max(inner, default=1),
+        "num_key_value_heads": max(kv_heads, default=hf["num_attention_heads"]),
+        "head_dim": head_dim_of(metadata),
+    }
+
+
+def _layers_by_tensor(source: ConfigSource, num_layers: int, kinds: Mapping[str, str]) -> list[str]:
+    """Return what each layer is, by the first of these tensors that it has."""
+    found = []
+    for layer in range(num_layers):
+        kind = next((kind for name, kind in kinds.items() if f"blk.{layer}.{name}" in source.tensors), None)
+        if kind is None:
+            raise CheckpointError(
+                f"{source.metadata.path}: layer {layer} has none of {', '.join(kinds)}, which tell what it is"
+            )
+        found.append(kind)
+    return found
 
 
 def _outer_sizes(source: ConfigSource) -> dict[str, Any]:
@@ -459,14 +506,18 @@ def _phi3(source: ConfigSource) -> dict[str, Any]:
 
 
 def _granite(source: ConfigSource) -> dict[str, Any]:
-    hf = _biased(source)
+    return _biased(source) | _multipliers(source)
+
+
+def _multipliers(source: ConfigSource) -> dict[str, Any]:
+    """Read the multipliers of all Granites."""
     multipliers = {
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return hf | {ours: source.metadata.number(theirs) for ours, theirs in multipliers.items()}
+    return {ours: source.metadata.number(theirs) for ours, theirs in multipliers.items()}
 
 
 def _granitemoe(source: ConfigSource) -> dict[str, Any]:
@@ -660,6 +711,193 @@ def _gptneox(source: ConfigSource) -> dict[str, Any]:
     return hf
 
 
+def _delta(source: ConfigSource) -> dict[str, Any]:
+    """Read Qwen3.5 and Qwen3-Next. Their layers with attention have W_q."""
+    metadata = source.metadata
+    hf = _sizes_by_layer(source)
+    hf["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    hf["rope_parameters"] = _rope(source, hf)
+    metadata.numbers("rope.dimension_sections", "bBhHiIlLqQ", None)
+    metadata.integer("full_attention_interval", 0)
+    num_heads = metadata.integer("ssm.time_step_rank")
+    kinds = {"attn_q.weight": "full_attention", "ssm_out.weight": "linear_attention"}
+    return hf | {
+        "attention_bias": any(name.endswith("attn_q.bias") for name in source.tensors),
+        "layer_types": _layers_by_tensor(source, hf["num_hidden_layers"], kinds),
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(1, num_heads),
+    }
+
+
+def _delta_moe(source: ConfigSource) -> dict[str, Any]:
+    """Read the mixtures among them. A layer without experts has W_gate."""
+    metadata = source.metadata
+    hf = _delta(source) | _experts(source, renormalised=True)
+    layers = range(hf["num_hidden_layers"])
+    return hf | {
+        "num_experts": hf["num_local_experts"],
+        "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate.weight" in source.tensors],
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _lfm2(source: ConfigSource) -> dict[str, Any]:
+    metadata = source.metadata
+    hf = _sizes_by_layer(source)
+    hf["norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    hf["rope_parameters"] = _rope(source, hf)
+    kinds = {"attn_q.weight": "full_attention", "shortconv.conv.weight": "conv"}
+    return hf | {
+        "layer_types": _layers_by_tensor(source, hf["num_hidden_layers"], kinds),
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in source.tensors),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2moe(source: ConfigSource) -> dict[str, Any]:
+    metadata = source.metadata
+    hf = _lfm2(source) | _experts(source, renormalised=True, scores=_SIGMOID)
+    return hf | {
+        "num_experts": hf["num_local_experts"],
+        "num_dense_layers": metadata.integer("leading_dense_block_count", 0),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in source.tensors),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
+def _mamba_sizes(source: ConfigSource) -> tuple[int, int, int, int, int]:
+    """Return the width of the convolution, the numbers of heads and groups, and the sizes of a head and of
+    its state.
+    """
+    metadata = source.metadata
+    num_heads = metadata.integer("ssm.time_step_rank")
+    inner = metadata.integer("ssm.inner_size")
+    if num_heads < 1 or inner % num_heads:
+        raise CheckpointError(
+            f"{metadata.path}: ssm.inner_size {inner} does not divide among ssm.time_step_rank {num_heads}"
+        )
+    width, groups = metadata.integer("ssm.conv_kernel"), metadata.integer("ssm.group_count")
+    return width, num_heads, groups, inner // num_heads, metadata.integer("ssm.state_size")
+
+
+def _has(source: ConfigSource, end: str) -> bool:
+    """Return whether a layer has this tensor."""
+    return any(name.startswith("blk.") and name.endswith(f".{end}") for name in source.tensors)
+
+
+def _nemotron_h(source: ConfigSource) -> dict[str, Any]:
+    """Read Nemotron-H, each of whose layers is one part. llama.cpp limits no time steps."""
+    metadata = source.metadata
+    hf = _sizes_by_layer(source)
+    # Nothing is rotated, whatever the metadata say.
+    metadata.integer("rope.dimension_count", 0)
+    metadata.number("rope.freq_base", 0.0)
+    width, num_heads, num_groups, head_dim, state_dim = _mamba_sizes(source)
+    kinds = {
+        "ssm_in.weight": "linear_attention",
+        "attn_q.weight": "full_attention",
+        "ffn_up_exps.weight": "moe",
+        "ffn_up.weight": "mlp",
+    }
+    eps = metadata.number("attention.layer_norm_rms_epsilon", None)
+    hf |= {
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_epsilon") if eps is None else eps,
+        "layers_block_type": _layers_by_tensor(source, hf["num_hidden_layers"], kinds),
+        "conv_kernel": width,
+        "mamba_num_heads": num_heads,
+        "n_groups": num_groups,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state_dim,
+        "use_bias": _has(source, "ssm_in.bias"),
+        "use_conv_bias": _has(source, "ssm_conv1d.bias"),
+        "attention_bias": _has(source, "attn_q.bias"),
+        "mlp_bias": _has(source, "ffn_up.bias") or _has(source, "ffn_up_shexp.bias"),
+    }
+    if not metadata.integer("expert_count", 0):
+        return hf
+    renormalised = metadata.flag("expert_weights_norm", True)
+    experts = _experts(source, renormalised=renormalised, scores=_SIGMOID)
+    dense = [t.shape[0] for name, t in source.tensors.items() if name.endswith(".ffn_up.weight")]
+    return hf | {
+        "intermediate_size": max(dense, default=hf["intermediate_size"]),
+        "n_routed_experts": experts["num_local_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "norm_topk_prob": renormalised,
+        "n_shared_experts": metadata.integer("expert_shared_count", 1),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.integer("moe_latent_size", None),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+    }
+
+
+def _of_mamba(source: ConfigSource) -> dict[str, Any]:
+    """Read the states of Granite 4 and Falcon-H1."""
+    width, num_heads, num_groups, head_dim, state_dim = _mamba_sizes(source)
+    return {
+        "mamba_d_conv": width,
+        "mamba_n_heads": num_heads,
+        "mamba_n_groups": num_groups,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": state_dim,
+        "mamba_conv_bias": _has(source, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(source, "ssm_in.bias"),
+        "attention_bias": _has(source, "attn_q.bias"),
+    }
+
+
+def _granitehybrid(source: ConfigSource) -> dict[str, Any]:
+    """Read Granite 4, whose states have as many numbers as mamba_expand times the hidden size."""
+    metadata = source.metadata
+    hf = _sizes_by_layer(source)
+    hf["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    hf["rope_parameters"] = _rope(source, hf)
+    kinds = {"attn_q.weight": "attention", "ssm_in.weight": "mamba"}
+    inner = metadata.integer("ssm.inner_size")
+    if inner % hf["hidden_size"]:
+        raise UnsupportedModelError(
+            f"{metadata.path}: ssm.inner_size {inner} is not supported; multiples of embedding_length "
+            f"{hf['hidden_size']} are"
+        )
+    hf |= {
+        **_of_mamba(source),
+        **_multipliers(source),
+        "mamba_expand": inner // hf["hidden_size"],
+        "layer_types": _layers_by_tensor(source, hf["num_hidden_layers"], kinds),
+        "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned", False) else "nope",
+        "num_local_experts": 0,
+    }
+    shared = metadata.integer("expert_shared_feed_forward_length", hf["intermediate_size"])
+    hf["shared_intermediate_size"] = shared
+    if metadata.integer("expert_count", 0):
+        hf |= _experts(source, renormalised=True)
+    return hf
+
+
+def _falcon_h1(source: ConfigSource) -> dict[str, Any]:
+    """Read Falcon-H1, into whose weights the converter folds all multipliers.
+
+    llama.cpp normalises what the gate has multiplied, and limits no time steps.
+    """
+    metadata = source.metadata
+    hf = _decoder(source) | _of_mamba(source)
+    return hf | {
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_rms_norm": _has(source, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": _has(source, "ssm_out.bias"),
+        "mlp_bias": _has(source, "ffn_gate.bias"),
+    }
+
+
 Read = Callable[[ConfigSource], dict[str, Any]]
 _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "llama": ("llama", "LlamaForCausalLM", _llama),
@@ -683,6 +921,15 @@ _FAMILIES: Mapping[str, tuple[str, str, Read]] = {
     "gemma2": ("gemma2", "Gemma2ForCausalLM", _gemma2),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _gemma3),
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM", _gemma4),
+    "qwen35": ("qwen3_5_text", "Qwen3_5ForCausalLM", _delta),
+    "qwen35moe": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _delta_moe),
+    "qwen3next": ("qwen3_next", "Qwen3NextForCausalLM", _delta_moe),
+    "lfm2": ("lfm2", "Lfm2ForCausalLM", _lfm2),
+    "lfm2moe": ("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2moe),
+    "nemotron_h": ("nemotron_h", "NemotronHForCausalLM", _nemotron_h),
+    "nemotron_h_moe": ("nemotron_h", "NemotronHForCausalLM", _nemotron_h),
+    "granitehybrid": ("granitemoehybrid", "GraniteMoeHybridForCausalLM", _granitehybrid),
+    "falcon-h1": ("falcon_h1", "FalconH1ForCausalLM", _falcon_h1),
     "gpt2": ("gpt2", "GPT2LMHeadModel", _gpt2),
     "gptneox": ("gpt_neox", "GPTNeoXForCausalLM", _gptneox),
 }

@@ -111,6 +111,8 @@ class GgufTensor(FileTensor):
     """A tensor of an open GGUF file. Its rows may be read in another order than the file's.
 
     order: i64[n], the order in which each n consecutive rows of the file are read.
+    columns: the input of the model that each column of the file is for. Floats are read in the order of
+        inputs; whoever reads blocks orders their numbers.
     """
 
     config: ClassVar[str] = "its metadata"
@@ -118,6 +120,7 @@ class GgufTensor(FileTensor):
     type: GgmlType
     order: Tensor | None = field(default=None, compare=False)
     added: int = 0  # what the file has added to each number
+    columns: tuple[int, ...] | None = None
 
     @property
     def num_values(self) -> int:
@@ -134,6 +137,8 @@ class GgufTensor(FileTensor):
         else:
             ordered = self._in_order(self.order, *rows.indices(self.shape[0])[:2])
             found = ordered if out is None else out.copy_(ordered)
+        if self.columns is not None and not self.type.in_blocks:
+            found.copy_(found[:, torch.tensor(self.columns, device="cpu").argsort()])
         return found.sub_(self.added) if self.added else found
 
     def read_columns(self, rows: slice, columns: range) -> Tensor:

@@ -18,9 +18,7 @@ _RACY_NS = 2 * 10**9  # times of files are as coarse as that on some file system
 
 
 def known_digest(cache: WeightsCache, stamps: Iterable[str]) -> str | None:
-    """Return the digest of the files with these stamps; None unless the digest of every file was noted
-    before.
-    """
+    """Return the digest of the files with these stamps; None unless every file's digest was noted."""
     digests = [cache.digest_at(stamp) for stamp in stamps]
     known = [each for each in digests if each is not None]
     return _digest_of_all(known) if len(known) == len(digests) else None

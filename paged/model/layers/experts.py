@@ -16,7 +16,7 @@ from ..part import UNDIVIDED
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
 from .linear import Linear
-from .mlp import MLP, ManyExperts, is_precise
+from .mlp import ManyExperts, is_precise, new_mlp
 from .norms import RMSNorm
 
 
@@ -44,6 +44,8 @@ def _parameter(like: Tensor) -> nn.Parameter:
 class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
+    Experts may lack the gate, and may work on a projection of x: the sum is projected back then.
+
     While loading, each projection of an expert is a `Linear`, so that experts are read, quantised and
     converted one matrix at a time, like other weights. Afterwards one grouped product multiplies by all of
     them.
@@ -62,24 +64,32 @@ class Experts(ManyExperts):
         if spec.router_scale is not None:
             norm = f"{name}.{spec.router}_norm"
             self.router_norm = RMSNorm(config.hidden_size, config.norm.eps, kernels, norm)
-        role: Role = "gated" if spec.activation == "silu" else "layer"
-        num_precise = config.hidden_size if is_precise(layer, len(config.layers)) else 0
+        role: Role = "gated" if spec.gated and spec.activation == "silu" else "layer"
+        size = spec.latent_size or config.hidden_size
+        num_precise = size if is_precise(layer, len(config.layers)) else 0
         gate_up = []
         down = []
         for expert in range(spec.num_experts):
             own = f"{name}.experts.{expert}"
-            gate_up.append(Linear(config.hidden_size, _stored_gate_up(own, spec), bias=spec.bias, role=role))
-            stored = StoredRows({f"{own}.{spec.parts[2]}": config.hidden_size}, transposed=spec.interleaved)
+            gate_up.append(Linear(size, _stored_gate_up(own, spec), bias=spec.bias, role=role))
+            stored = StoredRows({f"{own}.{spec.parts[-1]}": size}, transposed=spec.interleaved)
             down.append(Linear(spec.size, stored, bias=spec.bias, num_precise=num_precise))
         self.gate_up = cast(Sequence[Linear], nn.ModuleList(gate_up))
         self.down = cast(Sequence[Linear], nn.ModuleList(down))
         self.shared = None
         if spec.shared is not None:
-            self.shared = MLP(config, layer, kernels, spec.shared, UNDIVIDED, f"mlp.{spec.shared_name}")
+            self.shared = new_mlp(config, layer, kernels, spec.shared, UNDIVIDED, f"mlp.{spec.shared_name}")
         self.shared_gate = None
         if spec.shared_gate is not None:
             stored = StoredRows({f"{name}.{spec.shared_gate}": 1})
             self.shared_gate = Linear(config.hidden_size, stored, bias=False, role="router")
+        self.into_latent = self.out_of_latent = None
+        if spec.latent_size is not None:
+            assert spec.shared_gate is None, "what is added to a projection has no gate"
+            into = StoredRows({f"{name}.fc1_latent_proj": spec.latent_size})
+            out_of = StoredRows({f"{name}.fc2_latent_proj": config.hidden_size})
+            self.into_latent = Linear(config.hidden_size, into, bias=spec.latent_bias)
+            self.out_of_latent = Linear(spec.latent_size, out_of, bias=spec.latent_bias)
 
     def forward(self, hidden: Tensor, routed_by: Tensor | None = None, count: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the experts' outputs for hidden states [num_tokens, hidden_size].
@@ -101,15 +111,24 @@ class Experts(ManyExperts):
             logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale, count
         )
         rows = kernels.sort_by_expert(chosen, spec.num_experts)
-        inner = self.gate_up_form(hidden, rows.offsets, rows.sources)
+        taken = hidden if self.into_latent is None else self.into_latent(hidden)
+        inner = self.gate_up_form(taken, rows.offsets, rows.sources)
         if not self.gate_up_form.gated:
             inner = self._activate(inner)
         out = self.down_form(inner, rows.offsets, None)
         shared = None if self.shared is None else self.shared(hidden)
         gate = None if self.shared_gate is None else self.shared_gate(hidden)
-        return kernels.sum_experts(out, rows.places, weights, shared, gate)
+        if self.out_of_latent is None:
+            return kernels.sum_experts(out, rows.places, weights, shared, gate)
+        projected: Tensor = self.out_of_latent(kernels.sum_experts(out, rows.places, weights))
+        if shared is not None:
+            kernels.add(shared, projected)
+        return projected
 
     def _activate(self, inner: Tensor) -> Tensor:
+        if self.spec.activation == "relu_squared":
+            self.kernels.relu_squared(inner)
+            return inner
         if self.spec.activation == "clamped_swiglu":
             return self.kernels.clamped_swiglu(inner, self.spec.limit, self.spec.alpha)
         is_silu = self.spec.activation == "silu"
@@ -127,10 +146,9 @@ class Experts(ManyExperts):
 
 
 def _stored_gate_up(name: str, spec: ExpertsSpec) -> StoredRows:
-    """Return the stored rows of an expert's gates and ups, gates first."""
+    """Return the stored rows of an expert's gates and ups, gates first, or of its ups alone."""
     if not spec.interleaved:
-        gate, up, _ = spec.parts
-        return StoredRows({f"{name}.{gate}": spec.size, f"{name}.{up}": spec.size})
+        return StoredRows({f"{name}.{part}": spec.size for part in spec.parts[:-1]})
     index = torch.arange(2 * spec.size, device="cpu").view(-1, 2).t().flatten()
     return StoredRows({f"{name}.gate_up_proj": 2 * spec.size}, index, transposed=True)
 

@@ -54,17 +54,23 @@ class MLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(gelu(up(x))): an MLP without a gate."""
+    """down(act(up(x))), where act is GELU or the square of ReLU: an MLP without a gate."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard
+        self,
+        config: ModelConfig,
+        layer: int,
+        kernels: Kernels,
+        spec: FeedForwardSpec,
+        shard: Shard,
+        name: str = "mlp",
     ) -> None:
         super().__init__()
-        assert spec.activation in ("gelu", "gelu_tanh"), f"an MLP without gate has no {spec.activation}"
+        assert spec.activation in ("gelu", "gelu_tanh", "relu_squared"), f"no MLP has {spec.activation} alone"
         self.shard = shard
         self.kernels = kernels
-        self.tanh = spec.activation == "gelu_tanh"
-        name = f"{LAYERS}{layer}.mlp"
+        self.activation = spec.activation
+        name = f"{LAYERS}{layer}.{name}"
         stored = StoredRows({f"{name}.up_proj": spec.size}, transposed=config.transposed_weights)
         if not shard.is_whole:
             stored = stored.take(shard.share(spec.size))
@@ -74,8 +80,18 @@ class PlainMLP(nn.Module):
     def forward(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return what the MLP makes of hidden states [num_tokens, hidden_size]."""
         hidden = self.up(hidden, adapters)
-        self.kernels.gelu(hidden, tanh=self.tanh)
+        if self.activation == "relu_squared":
+            self.kernels.relu_squared(hidden)
+        else:
+            self.kernels.gelu(hidden, tanh=self.activation == "gelu_tanh")
         return gather(self.down(gather(hidden, self.shard), adapters), self.shard)
+
+
+def new_mlp(
+    config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard, name: str = "mlp"
+) -> MLP | PlainMLP:
+    """Make an MLP with or without a gate, by its name within the layer."""
+    return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard, name)
 
 
 def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, name: str) -> Linear:

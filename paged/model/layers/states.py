@@ -1,4 +1,4 @@
-"""Layers that keep a state in place of K and V: the gated delta rule, and short convolutions."""
+"""Layers that keep a state in place of K and V: the gated delta rule, Mamba-2, and short convolutions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .rotary import TokenRows
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:
-    """Make the recurrent sublayer of a layer that has a state instead of attention."""
-    kind = config.states[layer].kind
-    return (GatedDelta if kind == "delta" else ShortConv)(config, layer, kernels, shard)
+    """Make the recurrent sublayer of a layer that has a state."""
+    kinds: dict[str, type[StateLayer]] = {"delta": GatedDelta, "mamba2": Mamba2, "conv": ShortConv}
+    return kinds[config.states[layer].kind](config, layer, kernels, shard)
 
 
 class StateLayer(nn.Module):
@@ -36,6 +36,7 @@ class StateLayer(nn.Module):
     """
 
     output: Linear
+    is_gathered = False  # whether what `project` returns is that of all shards
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
@@ -62,7 +63,8 @@ class StateLayer(nn.Module):
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
         """Apply the output projection: [n, num_heads, value_dim] -> [n, hidden_size]."""
-        return gather(self.output(gather(query.flatten(1), self.shard)), self.shard)
+        made = query.flatten(1)
+        return gather(self.output(made if self.is_gathered else gather(made, self.shard)), self.shard)
 
     def _new_output(self, config: ModelConfig, name: str, num_inputs: int, *, bias: bool) -> Linear:
         stored = StoredRows({name: config.hidden_size})
@@ -82,7 +84,10 @@ class GatedDelta(StateLayer):
         conv = StoredRows({f"{name}.conv1d": whole.columns})
         gates = StoredRows({name: whole.num_heads})
         if not shard.is_whole:
-            own = [*_own_columns(whole, shard)]
+            own = [
+                *_own_keys(whole, shard, 0),
+                _own_values(whole, shard, 2 * whole.num_key_heads * whole.key_dim),
+            ]
             heads = shard.share(whole.num_heads)
             values = _of_heads(heads, whole.value_dim, whole.columns)
             first = whole.columns + whole.num_heads * whole.value_dim
@@ -94,7 +99,7 @@ class GatedDelta(StateLayer):
         num_gates = 2 * self.spec.num_heads
         self.inputs = Linear(config.hidden_size, stored, bias=False, num_precise=num_gates)
         self.conv = ConvWeight(conv, whole.width, bias=False)
-        self.decay = Decay(gates)
+        self.decay = Decay(gates, whole)
         self.norm = RMSNorm(whole.value_dim, config.norm.eps, kernels, f"{name}.norm")
         num_values = whole.num_heads * whole.value_dim
         self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
@@ -116,6 +121,63 @@ class GatedDelta(StateLayer):
         return normed.view(out.shape)
 
 
+class Mamba2(StateLayer):
+    """The state space of Mamba-2 (Dao & Gu 2024) behind a short convolution."""
+
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
+        super().__init__(config, layer, kernels, shard)
+        whole = config.states[layer]
+        name = f"{LAYERS}{layer}.mamba"
+        # The gate z of outputs, then x, B and C, which are convolved, and the time step of each head.
+        stored = StoredRows({f"{name}.in_proj": whole.num_inputs}, transposed=config.transposed_weights)
+        conv = StoredRows({f"{name}.conv1d": whole.columns})
+        heads = StoredRows({name: whole.num_heads})
+        norm = StoredRows({f"{name}.norm": whole.num_values})
+        # The groups of a norm may be of heads of several shards.
+        self.is_gathered = whole.norm is not None and whole.num_key_heads % shard.count != 0
+        if not shard.is_whole:
+            values = _own_values(whole, shard, 0)
+            own = [values, *_own_keys(whole, shard, whole.num_values)]
+            convolved = [range(whole.num_values + each.start, whole.num_values + each.stop) for each in own]
+            steps = _of_heads(shard.share(whole.num_heads), 1, whole.num_values + whole.columns)
+            stored = stored.take(values, *convolved, steps)
+            conv = conv.take(*own)
+            heads = heads.take(shard.share(whole.num_heads))
+            if not self.is_gathered:
+                norm = norm.take(values)
+        num_heads = self.spec.num_heads
+        self.inputs = Linear(config.hidden_size, stored, bias=whole.bias, num_precise=num_heads)
+        self.conv = ConvWeight(conv, whole.width, bias=whole.conv_bias)
+        self.decay = Decay(heads, whole)
+        self.norm = None if whole.norm is None else Weights(norm)
+        self.eps = config.norm.eps
+        # [groups, size of one] of what is normalised
+        num_groups = (whole if self.is_gathered else self.spec).num_key_heads
+        self.groups = num_groups, whole.num_values // whole.num_key_heads
+        self.output = self._new_output(config, f"{name}.out_proj", whole.num_values, bias=whole.output_bias)
+
+    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+        spec = self.spec
+        kernels = self.kernels
+        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
+        made: Tensor = self.inputs(hidden)
+        gate, x, steps = torch.split(made, [spec.num_values, spec.columns, spec.num_heads], dim=1)
+        x = kernels.short_conv(
+            x, self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=False
+        )
+        assert states.matrices is not None, "Mamba-2 keeps matrices"
+        decay = self.decay
+        given = decay.rates, decay.dt_bias, decay.D, states.matrices
+        out = kernels.mamba2_scan(x, steps, *given, *sequences, limits=spec.limits)
+        if self.is_gathered:
+            out = gather(out.flatten(1), self.shard)
+            gate = gather(gate, self.shard)
+        weight = None if self.norm is None else self.norm.weight
+        first = spec.norm == "gate_first"
+        gated = kernels.gated_norm(out.view(len(out), *self.groups), weight, gate, self.eps, gate_first=first)
+        return gated.view(len(gated), -1, spec.value_dim)
+
+
 class ShortConv(StateLayer):
     """The gated short convolution of LFM2: out(C * conv(B * x))."""
 
@@ -132,8 +194,8 @@ class ShortConv(StateLayer):
             )
             conv = conv.take(own)
         self.inputs = Linear(config.hidden_size, stored, bias=whole.bias)
-        self.conv = ConvWeight(conv, whole.width, bias=whole.bias)
-        self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.bias)
+        self.conv = ConvWeight(conv, whole.width, bias=whole.conv_bias)
+        self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.output_bias)
 
     def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
         sequences = seats, queries.seq_lens, queries.cu_seqlens_q
@@ -159,31 +221,64 @@ class ConvWeight(Loadable):
         self.weight = nn.Parameter(by_row, requires_grad=False)
 
 
-class Decay(Loadable):
-    """The decay of each head's state: a factor e^(rate softplus(a + dt_bias)) with rate -e^A_log."""
-
-    rates: Tensor
+class Weights(Loadable):
+    """The weights of a norm, a number for each stored row."""
 
     def __init__(self, stored: StoredRows) -> None:
         super().__init__(stored)
+        self.weight = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False)
+
+
+class Decay(Loadable):
+    """The decay of each head's state: a factor e^(rate softplus(a + dt_bias)) with rate -e^A_log.
+
+    For Mamba-2 the module also has D, by which inputs are multiplied before they are added to outputs.
+    """
+
+    rates: Tensor
+    dt_bias: Tensor
+    D: Tensor
+
+    def __init__(self, stored: StoredRows, spec: StateSpec) -> None:
+        super().__init__(stored)
         numbers = torch.empty(stored.num_rows, dtype=torch.float32)
-        self.A_log = nn.Parameter(numbers, requires_grad=False)
-        self.dt_bias = nn.Parameter(numbers.clone(), requires_grad=False)
+        names = ["A" if spec.has_rates else "A_log", "dt_bias"] + ["D"] * (spec.kind == "mamba2")
+        for name in names:
+            self.register_parameter(name, nn.Parameter(numbers.clone(), requires_grad=False))
+        self.has_rates = spec.has_rates
 
     def load(self, loader: Loader) -> None:
-        check = ValueCheck(lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's")
-        layout = float_layout(self.A_log)._replace(check=check)
-        self.rates = -loader.read(self.stored, "A_log", layout).exp()
-        self.dt_bias = loader.parameter(self.stored, "dt_bias", self.dt_bias)
-        del self.A_log
+        layout = float_layout(self.dt_bias)
+        if self.has_rates:
+            check = ValueCheck(
+                lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate"
+            )
+            self.rates = loader.read(self.stored, "A", layout._replace(check=check))
+            del self.A
+        else:
+            check = ValueCheck(
+                lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's"
+            )
+            self.rates = -loader.read(self.stored, "A_log", layout._replace(check=check)).exp()
+            del self.A_log
+        finite = layout._replace(check=ValueCheck(lambda x: ~x.isfinite(), "be finite"))
+        for name, _ in list(self.named_parameters()):
+            value = loader.read(self.stored, name, finite)
+            setattr(self, name, nn.Parameter(value, requires_grad=False))
 
 
 def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     """Return the stored rows of Q, K and V, of the output's gate, and of the gates b and a, in this order."""
-    num_values = spec.num_heads * spec.value_dim
-    if spec.stored == "by_part":
+    num_values = spec.num_values
+    if spec.stored != "by_key_head":
         sizes = {"qkv": spec.columns, "z": num_values, "b": spec.num_heads, "a": spec.num_heads}
-        return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()})
+        if spec.stored == "by_part":
+            return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()})
+        first = spec.columns + num_values
+        gates = torch.arange(first, spec.num_inputs, device="cpu").view(spec.num_key_heads, 2, -1)
+        index = torch.cat([torch.arange(first, device="cpu"), gates.transpose(0, 1).flatten()])
+        sizes = {"qkv": spec.columns, "z": num_values, "ba": 2 * spec.num_heads}
+        return StoredRows({f"{name}.in_proj_{part}": size for part, size in sizes.items()}, index)
     parts = {f"{name}.in_proj_qkvz": spec.columns + num_values, f"{name}.in_proj_ba": 2 * spec.num_heads}
     shares = spec.num_heads // spec.num_key_heads  # value heads of a key head
     own = shares * spec.value_dim
@@ -194,13 +289,16 @@ def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     return StoredRows(parts, index)
 
 
-def _own_columns(whole: StateSpec, shard: Shard) -> Iterable[range]:
-    """Yield the columns of Q, K and V that are those of a shard's heads."""
-    key_heads = shard.kv_heads(whole.num_key_heads)
-    num_keys = whole.num_key_heads * whole.key_dim
-    yield _of_heads(key_heads, whole.key_dim, 0)
-    yield _of_heads(key_heads, whole.key_dim, num_keys)
-    yield _of_heads(shard.share(whole.num_heads), whole.value_dim, 2 * num_keys)
+def _own_keys(whole: StateSpec, shard: Shard, first: int) -> Iterable[range]:
+    """Yield the columns of a shard's heads or groups, of the two parts whose columns begin with `first`."""
+    own = shard.kv_heads(whole.num_key_heads)
+    for part in range(2):
+        yield _of_heads(own, whole.key_dim, first + part * whole.num_key_heads * whole.key_dim)
+
+
+def _own_values(whole: StateSpec, shard: Shard, first: int) -> range:
+    """Return the columns of the values of a shard's heads, where all begin with `first`."""
+    return _of_heads(shard.share(whole.num_heads), whole.value_dim, first)
 
 
 def _of_heads(heads: range, size: int, first: int) -> range:

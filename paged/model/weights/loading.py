@@ -78,6 +78,10 @@ def _find_tensors(directory: Path, names: TensorNames, files: ExitStack) -> Sour
                     again = "" if known.name == name else f", as {known.name}"
                     raise CheckpointError(f"{path}: {name} is in {known.path.name} too{again}")
                 found[each] = own
+    if names.factors:
+        from ...checkpoints.scaled import scaled
+
+        return {name: scaled(name, tensor, names.factors) for name, tensor in found.items()}
     return found
 
 

@@ -58,9 +58,9 @@ class _Outputs(NamedTuple):
 class _Step(NamedTuple):
     """The uploaded arrays of a step, and the properties of its batch that the host computes.
 
-    num_rows: of the step; `out` may have more.
+    num_rows, num_tokens: of the step; `out` may have more.
     out: where the step is unpacked; None: into new tensors.
-    is_padded: whether `out` has one of the `padded_sizes`, so that there may be a graph of it.
+    is_padded: whether `out` is as large as a graph's step, see `SeatedBatches.padded_shape`.
     sampled: the seats of the sampled rows, and the positions of the tokens that are drawn; None: those of all
         tokens, which the device finds.
     """
@@ -96,8 +96,8 @@ class SeatedBatches:
 
     split_keys: attention does not split contexts of up to this many tokens.
     max_run: maximum number of tokens of a request in a decode step; more than one with drafts.
-    padded_sizes: the numbers of rows to which decode steps are padded, in ascending order. Larger steps are
-        not padded.
+    padded_sizes: the numbers of rows to which steps are padded, in ascending order. Larger steps are not
+        padded.
 
     `HostBatches` is the reference.
 
@@ -126,7 +126,7 @@ class SeatedBatches:
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
-        self._max_run = max_run
+        self.max_run = max_run
         self._device = device
         self.padded_sizes: Sequence[int] = ()
         self._width = -(-max_model_len // block_size)
@@ -135,11 +135,11 @@ class SeatedBatches:
         num_seats = max_num_seqs + 1
         shape = num_groups, num_seats, self._width
         # Columns begin at multiples of 128 bytes.
-        self._capacity = -(-max_num_seqs // 16) * 16
+        self.capacity = -(-max_num_seqs // 16) * 16
         try:
             self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
             self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._static = self._new_tensors(self._capacity, self._capacity)
+            self._static = self._new_tensors(self.capacity, self.capacity)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
@@ -147,7 +147,7 @@ class SeatedBatches:
                 f"allocated on {device}; lower either"
             ) from error
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
-        self._all_rows = torch.arange(self._capacity, device=device)
+        self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
@@ -171,19 +171,19 @@ class SeatedBatches:
         if not plan.is_decode or plan.asked:
             outputs = _put_outputs(plan, seq_lens, ends, upload)
         num_logits = len(plan.sampled)
-        padded = 0
+        padded = None
         max_decode_q = 1
-        if num_logits and outputs is None and num_tokens <= self._capacity:
-            if plan.is_decode and self.padded_sizes and num_rows <= self.padded_sizes[-1]:
-                padded = self.padded_sizes[bisect_left(self.padded_sizes, num_rows)]
-            out = self.static(padded or num_rows, padded or num_tokens)
+        if num_logits and outputs is None and num_tokens <= self.capacity:
+            padded = self.padded_shape(num_rows, max_seqlen_q)
+            out = self.static(*(padded or (num_rows, num_tokens)))
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
-            if max_seqlen_q > 1 and num_rows * self._max_run <= self._capacity:
-                max_decode_q = self._max_run
+            if max_seqlen_q > 1 and num_rows * self.max_run <= self.capacity:
+                max_decode_q = self.max_run
         # A draft model draws after the last token of each row alone.
-        if num_logits and (out is None or len(plan.sampled_seats) != num_logits):
-            positions = upload.put(plan.positions(), torch.int64)
+        draws_last = len(plan.sampled_seats) != num_logits
+        if num_logits and (out is None or draws_last):
+            positions = upload.put(seq_lens if draws_last else plan.positions(), torch.int64)
             sampled = upload.put(plan.sampled_seats, torch.int64), positions
         return _Step(
             rows=upload.put(rows, torch.int32),
@@ -199,7 +199,7 @@ class SeatedBatches:
             max_decode_q=max_decode_q,
             max_seq_len=self._split_keys if int(seq_lens.max()) <= self._split_keys else None,
             out=out,
-            is_padded=padded > 0,
+            is_padded=padded is not None,
             outputs=outputs,
             num_logits=num_logits,
             sampled=sampled,
@@ -297,9 +297,23 @@ class SeatedBatches:
             torch.empty(num_rows + 1, dtype=torch.int32, device=device),
         )
 
-    def clear(self, num_rows: int) -> None:
-        """Fill the fixed tensors for `num_rows` decodes with padding rows only, which compute nothing."""
-        by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_rows)
+    def padded_shape(self, num_rows: int, max_seqlen_q: int) -> tuple[int, int] | None:
+        """Return to how many rows and tokens a step is padded that samples after each of its tokens; None if
+        it is not padded.
+
+        The tokens are as many as if all rows had the longest run.
+        """
+        sizes = self.padded_sizes
+        if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
+            return None
+        padded_rows = sizes[bisect_left(sizes, num_rows)]
+        if max_seqlen_q > 1 and padded_rows * self.max_run > self.capacity:
+            return None
+        return padded_rows, padded_rows * max_seqlen_q
+
+    def clear(self, num_rows: int, num_tokens: int) -> None:
+        """Fill the fixed tensors for so many rows and tokens with padding only, which computes nothing."""
+        by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_tokens)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()
         by_token[SEAT_OF_TOKEN].fill_(len(self.last_tokens) - 1)
@@ -307,17 +321,26 @@ class SeatedBatches:
         if self._num_columns > NUM_TOKEN_COLUMNS + self._num_groups:
             by_token[-1].fill_(1)
 
-    def padded_batch(self, num_rows: int, *, is_short: bool) -> Batch:
-        """Return the batch of a decode step that is padded to `num_rows` rows.
+    def padded_batch(self, num_rows: int, num_tokens: int, *, is_short: bool) -> Batch:
+        """Return the batch of a step that is padded to `num_rows` rows and `num_tokens` tokens.
 
         is_short: whether attention splits no context.
         """
-        out = self.static(num_rows, num_rows)
-        max_seq_len = self._split_keys if is_short else None
-        queries = Queries(out.tables.unbind(), out.seq_lens, out.cu_seqlens_q, 1, 1, max_seq_len=max_seq_len)
-        rows = self._all_rows[:num_rows]
-        batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_rows)
+        out = self.static(num_rows, num_tokens)
+        queries = Queries(
+            block_tables=out.tables.unbind(),
+            seq_lens=out.seq_lens,
+            cu_seqlens_q=out.cu_seqlens_q,
+            max_seqlen_q=num_tokens // num_rows,
+            min_seqlen_q=1,
+            max_decode_q=1 if num_tokens == num_rows else self.max_run,
+            max_seq_len=self._split_keys if is_short else None,
+        )
+        rows = self._all_rows[:num_tokens]
+        batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_tokens)
         batch.real_count = out.cu_seqlens_q[num_rows:]
+        if self.with_seats:  # of decodes; rows without tokens read and write no state
+            batch.seats = out.by_token[SEAT_OF_TOKEN].int()
         return batch
 
     def _batch(

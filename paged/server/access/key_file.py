@@ -46,7 +46,7 @@ class Digest(Kind):
 
 
 class Moment(Kind):
-    """A date, which begins in UTC, or a date and a time with its offset from UTC."""
+    """A date or a time. A date begins in UTC; a time has its offset from UTC."""
 
     types = (str,)
 
@@ -71,7 +71,7 @@ class Moment(Kind):
 
 
 class PriorityRange(Kind):
-    """The most and the least urgent priority."""
+    """A pair of priorities: the most urgent and the least urgent one."""
 
     types = (list,)
 
@@ -128,11 +128,12 @@ KEY_TABLE = FieldTable(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """A line of the file. KEY_TABLE has the meaning of each field.
+    """One line of a keys file. KEY_TABLE explains each field.
 
     line: the number of the line, from 1.
     expires: the end of the key's validity, in seconds since 1970.
-    cache_name: the name of its prefix cache, which is different for every tenant and every shared cache.
+    cache_name: the name of the prefix cache for the key's requests. Every tenant and every shared cache has
+        its own name.
     """
 
     line: int
@@ -155,12 +156,12 @@ class KeyEntry:
 
 
 def read_keys(path: str) -> list[KeyEntry]:
-    """Return the keys of a file. Raises ConfigError, naming the line, without a digest in the message."""
+    """Read the keys of a file. Raises ConfigError naming the line; the message contains no digest."""
     return parse_keys(path, _text_of(path))
 
 
 def parse_keys(path: str, text: str) -> list[KeyEntry]:
-    """Return the keys of a file's text, as `read_keys` does. Empty lines and comments with # are skipped."""
+    """Parse the text of a keys file, as `read_keys` does. Empty lines and # comments are skipped."""
     entries = []
     # Not splitlines, which finds line ends within strings.
     for number, line in enumerate(text.split("\n"), 1):
@@ -256,12 +257,12 @@ def new_key() -> str:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the sha256 by which the file knows a key."""
+    """Return the sha256 of a key, as the file stores it."""
     return hashlib.sha256(key).digest()
 
 
 def line_of(key: str, **values: Any) -> str:
-    """Return the line of a key for the file. Raises ConfigError for a wrong value."""
+    """Return the line for a key in the file. Raises ConfigError for a wrong value."""
     given = {name: value for name, value in values.items() if value is not None}
     line = json.dumps({"sha256": digest_of(key.encode()).hex(), **given})
     parse_keys("the new key", line)

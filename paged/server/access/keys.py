@@ -18,12 +18,13 @@ DEFAULT_RESERVATION = 1024  # tokens of an output, where a request may have as m
 
 
 class Keys:
-    """The keys of a file, which can be read again while requests are in progress.
+    """The keys of a file. The file can be read again while requests are in progress.
 
     path: the file.
-    scheduling_policy: the engine's policy. Some fields of keys have no effect with other policies.
-    default_reservation: most tokens that are reserved for each output.
-    clock: returns the time for limits. now: returns the time for the expiry of keys, in seconds since 1970.
+    scheduling_policy: the engine's policy. Some fields of keys have an effect only with certain policies.
+    default_reservation: maximum number of tokens that are reserved for an output.
+    clock: returns the time by which limits are counted. now: returns the time by which keys expire, in
+        seconds since 1970.
 
     Raises ConfigError naming the line.
     """
@@ -48,7 +49,7 @@ class Keys:
         self.replace(self.read())
 
     def read(self) -> list[KeyEntry]:
-        """Read the file. Return its entries, to be put in force by `replace`. Any thread may call this.
+        """Read the file. Return its entries, which `replace` puts in force. Any thread may call this.
 
         Raises ConfigError naming the line.
         """
@@ -61,7 +62,7 @@ class Keys:
         return entries
 
     def replace(self, entries: Iterable[KeyEntry]) -> None:
-        """Put new entries in force. A key that stays keeps its usage."""
+        """Put new entries in force. Keys that are still in the file keep their usage counts."""
         known = self._by_place
         self._by_place = {}
         for entry in entries:
@@ -74,9 +75,7 @@ class Keys:
         return len(self._by_place)
 
     def find(self, token: bytes) -> KeyUsage | None:
-        """Return the usage of a key; None for a wrong key. The time it takes reveals nothing
-        about other keys.
-        """
+        """Return the usage of a key; None for a wrong key. The duration reveals nothing about other keys."""
         digest = digest_of(token)
         usage = self._by_place.get(self._place_of(digest))
         known = digest if usage is None else usage.entry.sha256
@@ -102,7 +101,7 @@ def keys_of(
     scheduling_policy: object,
     default_reservation: int | None,
 ) -> Keys | None:
-    """Return the keys that a server's options name; None without a file. Raises ConfigError."""
+    """Return the keys of the file that a server's options name; None without a file. Raises ConfigError."""
     if path is None:
         return None
     reservation = DEFAULT_RESERVATION if default_reservation is None else default_reservation
@@ -110,21 +109,21 @@ def keys_of(
 
 
 def salt_of(entry: KeyEntry, salt: str | None) -> str:
-    """Return the salt of a request's prefix cache. No other tenant's request can have the same salt.
+    """Return the prefix cache's salt for a request, which no request of another tenant can have.
 
-    salt: the request's own salt.
+    salt: the salt that the request itself gives.
     """
     # The first part ends where its JSON does: no salt makes it another one.
     return entry.cache_name if salt is None else entry.cache_name + salt
 
 
 def priorities_of(entry: KeyEntry) -> tuple[float, float]:
-    """Return the most and the least urgent priority that a key's requests may have."""
+    """Return the most urgent and the least urgent priority that a key's requests may have."""
     return (PRIORITIES["normal"], math.inf) if entry.priorities is None else entry.priorities
 
 
 def priority_of(entry: KeyEntry, given: float | None) -> float | None:
-    """Return the priority of a request: its own, or the allowed one that is nearest to normal.
+    """Return the priority of a request: its own, or else the allowed priority nearest to normal.
 
     Raises ValueError if the request's own priority is not allowed.
     """

@@ -19,9 +19,9 @@ Use = NewType("Use", int)  # the number of an addition to a window
 
 
 class Window:
-    """The usage within the last WINDOW_S seconds. The caller gives the times, which must not go back.
+    """The usage within the last WINDOW_S seconds. Callers pass the time, which must never go back.
 
-    used: the sum, once `expire` was called.
+    used: the sum. Call `expire` before reading it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Window:
         self.used = 0
 
     def expire(self, now: float) -> None:
-        """Forget what was used WINDOW_S seconds ago or earlier."""
+        """Forget uses that are WINDOW_S seconds old or older."""
         untils = self._untils
         first = self._first
         while first < len(untils) and untils[first] <= now:
@@ -47,14 +47,14 @@ class Window:
             self._first = 0
 
     def add(self, amount: int, now: float) -> Use:
-        """Count an amount from now on."""
+        """Count an amount from now on. Return the use, which `change` accepts."""
         self._untils.append(now + WINDOW_S)
         self._amounts.append(amount)
         self.used += amount
         return Use(self._num_dropped + len(self._amounts) - 1)
 
     def change(self, use: Use, amount: int, now: float) -> None:
-        """Replace the amount of an earlier use, unless it has left the window."""
+        """Replace the amount of an earlier use, unless the use has left the window."""
         self.expire(now)
         place = use - self._num_dropped
         if place >= self._first:
@@ -62,9 +62,7 @@ class Window:
             self._amounts[place] = amount
 
     def wait_s(self, amount: int, limit: int, now: float) -> float:
-        """Return in how many seconds an amount will fit below a limit. The amount must not
-        exceed the limit.
-        """
+        """Return the seconds until an amount will fit below a limit. The amount must not exceed the limit."""
         self.expire(now)
         excess = self.used + amount - limit
         place = self._first
@@ -74,12 +72,12 @@ class Window:
         return self._untils[place - 1] - now if place > self._first else 0.0
 
     def reset_s(self, now: float) -> float:
-        """Return in how many seconds the window will be empty."""
+        """Return the seconds until the window will be empty."""
         self.expire(now)
         return self._untils[-1] - now if self._first < len(self._untils) else 0.0
 
     def check(self) -> None:
-        """Every use that counts is in the sum, and the oldest is the first."""
+        """Check that the sum covers every use in the window, and that the oldest use comes first."""
         assert self.used == sum(self._amounts[self._first :])
         assert self._untils == sorted(self._untils)
         assert len(self._untils) == len(self._amounts)
@@ -94,7 +92,7 @@ Header = tuple[bytes, bytes]
 
 
 class RateLimitError(QueueFullError):
-    """A limit of the key is reached. The same request will fit in retry_after_s seconds."""
+    """A limit of the key is reached. The same request will be admitted in retry_after_s seconds."""
 
     CODE = "rate_limit_exceeded"
 
@@ -106,8 +104,8 @@ class RateLimitError(QueueFullError):
 class KeyUsage:
     """The requests and tokens of one key in the last minute, and its requests in progress.
 
-    entry: the line of the file; it is replaced when the file is read again.
-    clock: returns seconds, such as time.monotonic.
+    entry: the key's line in the file; replaced when the file is read again.
+    clock: returns the time in seconds, as time.monotonic does.
     """
 
     def __init__(self, entry: KeyEntry, clock: Clock) -> None:
@@ -119,7 +117,7 @@ class KeyUsage:
         self.num_sequences = 0
 
     def admit(self) -> Admission:
-        """Count an HTTP request as in progress. Raises RateLimitError."""
+        """Count an HTTP request as in progress. Raises RateLimitError if a limit is reached."""
         entry = self.entry
         most = entry.concurrent_requests
         if most is not None and self.num_open >= most:
@@ -135,7 +133,7 @@ class KeyUsage:
     def begin_sequences(self, num: int) -> None:
         """Count sequences as in progress.
 
-        Raises RateLimitError, or RequestError for more than there may be at once.
+        Raises RateLimitError, or RequestError for more sequences than the key may ever have at once.
         """
         most = self.entry.concurrent_sequences
         if most is not None and num > most:
@@ -152,9 +150,9 @@ class KeyUsage:
         self.num_sequences += num
 
     def reserve(self, num_tokens: int) -> Use | None:
-        """Count tokens before they are computed; None without a limit.
+        """Count tokens before they are computed. Return None if the key has no limit.
 
-        Raises RateLimitError, or RequestError for more than a minute's tokens.
+        Raises RateLimitError, or RequestError for more tokens than the key has per minute.
         """
         most = self.entry.tokens_per_minute
         if most is not None and num_tokens > most:
@@ -179,7 +177,10 @@ class KeyUsage:
         return window.add(amount, now)
 
     def end(self, request: Use | None, num_sequences: int, *, is_counted: bool) -> None:
-        """End a request in progress. is_counted: whether it counts among those of the minute."""
+        """End a request in progress.
+
+        is_counted: whether the request counts towards the limit per minute.
+        """
         self.num_open -= 1
         self.num_sequences -= num_sequences
         if request is not None and not is_counted:
@@ -194,9 +195,7 @@ class KeyUsage:
             self._tokens.change(reserved, num_used, now)
 
     def headers(self) -> list[Header]:
-        """Return OpenAI's headers about limits: the limits, what is left, and when all of it is
-        available again.
-        """
+        """Return OpenAI's headers about limits: each limit, the rest, and when it is fully available."""
         entry = self.entry
         return [
             *self._headers_of(b"requests", self._requests, entry.requests_per_minute),
@@ -214,7 +213,7 @@ class KeyUsage:
         )
 
     def check(self) -> None:
-        """No request is in progress that has ended, and the windows are whole."""
+        """Check that the counts of requests in progress and the windows are consistent."""
         assert self.num_open >= 0
         assert self.num_sequences >= 0
         assert self.num_open or not self.num_sequences, "sequences of no request"
@@ -239,17 +238,17 @@ class Admission:
         self._is_open = True
 
     def begin_sequences(self, num: int) -> None:
-        """Count sequences of the engine as in progress, until the request ends.
+        """Count engine sequences as in progress until the request ends.
 
-        Raises RateLimitError, or RequestError for more than the key may have at once.
+        Raises RateLimitError, or RequestError for more sequences than the key may ever have at once.
         """
         self._usage.begin_sequences(num)
         self._num_sequences += num
 
     def reserve(self, request_id: str, num_prompt_tokens: int, num_new_tokens: int) -> None:
-        """Reserve tokens for one of the engine's requests, before the engine gets it.
+        """Reserve tokens for one engine request, before it is sent to the engine.
 
-        Raises RateLimitError, or RequestError for more than a minute's tokens.
+        Raises RateLimitError, or RequestError for more tokens than the key has per minute.
         """
         num_tokens = num_prompt_tokens + num_new_tokens
         use = self._usage.reserve(num_tokens)
@@ -257,11 +256,11 @@ class Admission:
             self._reserved[request_id] = _Reserved(num_prompt_tokens, num_tokens, use)
 
     def close(self, num_generated: Mapping[str, int], *, was_refused: bool, is_counted: bool) -> None:
-        """Give back what was not used.
+        """End the admission: give back reserved tokens that were not used.
 
-        num_generated: the new tokens of each engine request that gave an output.
-        was_refused: whether the other engine requests were refused, so that not even their prompts were
-            computed.
+        num_generated: the number of new tokens of each engine request that gave an output.
+        was_refused: whether the engine refused the other requests. Their prompts were then not computed
+            either.
         is_counted: whether the HTTP request counts towards the limit per minute.
         """
         if not self._is_open:
@@ -276,7 +275,7 @@ class Admission:
 
 
 def num_new_tokens(params: SamplingParams, num_prompt_tokens: int, most: int, max_model_len: int) -> int:
-    """Return how many tokens to reserve for the output of a request, at most `most` for each sample."""
+    """Return how many tokens to reserve for a request's output: at most `most` for each sample."""
     longest = min(most, max(0, max_model_len - num_prompt_tokens))
     if params.max_tokens is not None:
         longest = min(longest, params.max_tokens)

@@ -21,7 +21,7 @@ NUM_SPARE = 32
 
 
 class Acceptor:
-    """Accepts connections. It has the methods of asyncio.Server that uvicorn calls.
+    """Accepts connections. The class has the methods of asyncio.Server that uvicorn calls.
 
     A connection counts from the moment it is accepted, including its TLS handshake.
     """
@@ -55,7 +55,7 @@ class Acceptor:
                 self._give_up(connection, making)
 
     async def wait_closed(self) -> None:
-        """Return at once, as uvicorn itself waits for the connections."""
+        """Return at once, since uvicorn itself waits for the connections."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):

@@ -22,14 +22,14 @@ HEAVY_CONTAINERS = 2**16  # objects and arrays that a garbage collection looks a
 
 
 class BodyBudget:
-    """The memory that the bodies of requests in progress use, and its limit.
+    """The memory used by the bodies of requests in progress, and its limit.
 
     A client is a tenant, or an address.
 
-    max_bytes: the limit; small bodies may use SMALL_BODIES_BYTES more.
-    num_bytes: how many are in use.
-    num_containers: how many JSON objects and arrays the bodies have.
-    clock: returns seconds, such as time.monotonic.
+    max_bytes: the limit in bytes; small bodies may use SMALL_BODIES_BYTES more.
+    num_bytes: the number of bytes in use.
+    num_containers: the number of JSON objects and arrays in the bodies.
+    clock: returns the time in seconds, as time.monotonic does.
     """
 
     def __init__(
@@ -43,18 +43,16 @@ class BodyBudget:
         self._being_read: dict[BodyRoom, None] = {}  # the one without progress for longest first
 
     def open(self, client: str, on_lost: Callable[[], None]) -> BodyRoom:
-        """Open the room of a body that is about to be read, without any bytes yet.
+        """Open an account, without any bytes yet, for a body that is about to be read.
 
-        on_lost: called if another body takes the room.
+        on_lost: called if another body takes over the bytes.
         """
         room = BodyRoom(self, client, on_lost)
         self._being_read[room] = None
         return room
 
     def grow(self, room: BodyRoom, num_bytes: int) -> bool:
-        """Give a body room for more bytes, if need be taken from stalled bodies. Return whether
-        there is room.
-        """
+        """Give a body more bytes, if necessary from stalled bodies. Return whether that was possible."""
         while not self._fits(room, num_bytes):
             first = next((other for other in self._being_read if other is not room), None)
             if first is None or first.progressed_at > self.clock() - STALL_S:
@@ -64,7 +62,7 @@ class BodyBudget:
         return True
 
     def on_progress(self, room: BodyRoom) -> None:
-        """Note that a body has made progress."""
+        """Record that a body has made progress."""
         room.progressed_at = self.clock()
         self._being_read[room] = self._being_read.pop(room)
 
@@ -74,17 +72,17 @@ class BodyBudget:
         return self._of_client[room.client] + num_bytes <= SHARE_OF_FREE * free
 
     def finish_reading(self, room: BodyRoom) -> None:
-        """Keep the room of a body that has arrived until it is closed."""
+        """Keep the bytes of a body that has arrived until it is closed."""
         self._being_read.pop(room, None)
 
     def hold(self, room: BodyRoom, num_containers: int) -> None:
-        """Count the JSON objects and arrays of a body. A body with many takes a little more room."""
+        """Count the JSON objects and arrays of a body. Many of them take a little more memory."""
         room.num_containers = num_containers
         self.num_containers += num_containers
         self._add(room, max(0, BYTES_OF_CONTAINER * num_containers - room.num_bytes))
 
     def close(self, room: BodyRoom) -> None:
-        """Give back the room of a body."""
+        """Give back the bytes of a body."""
         self._being_read.pop(room, None)
         self._add(room, -room.num_bytes)
         self.num_containers -= room.num_containers
@@ -93,9 +91,7 @@ class BodyBudget:
 
     @property
     def is_heavy(self) -> bool:
-        """Return whether the bodies have so many objects and arrays that a garbage collection
-        would take long.
-        """
+        """Return whether bodies have so many objects and arrays that garbage collection would take long."""
         return self.num_containers > HEAVY_CONTAINERS
 
     def _add(self, room: BodyRoom, num_bytes: int) -> None:
@@ -106,18 +102,18 @@ class BodyBudget:
             del self._of_client[room.client]
 
     def check(self) -> None:
-        """Every byte in use is a client's, and no client without any is remembered."""
+        """Check that every byte in use belongs to a client, and that clients without bytes are forgotten."""
         assert self.num_bytes == self._of_client.total()
         assert all(num > 0 for num in self._of_client.values())
 
 
 class BodyRoom:
-    """The room of one body in a budget.
+    """The account of one body in a BodyBudget.
 
-    num_bytes: how many bytes it has.
-    num_containers: how many JSON objects and arrays the parsed body has.
-    is_lost: whether another body took the room.
-    progressed_at: when it last got PROGRESS_BYTES, or began.
+    num_bytes: the number of bytes that the body has.
+    num_containers: the number of JSON objects and arrays in the parsed body.
+    is_lost: whether another body took over the bytes.
+    progressed_at: when the body last got PROGRESS_BYTES, or when it began.
     """
 
     def __init__(self, budget: BodyBudget, client: str, on_lost: Callable[[], None]) -> None:
@@ -132,7 +128,7 @@ class BodyRoom:
         self._num_at_progress = 0
 
     def grow(self, num_bytes: int) -> bool:
-        """Take more bytes, or return False if too few are left."""
+        """Take more bytes. Return False if too few are left."""
         if not self._budget.grow(self, num_bytes):
             return False
         if self.num_bytes >= self._num_at_progress + PROGRESS_BYTES:
@@ -141,7 +137,7 @@ class BodyRoom:
         return True
 
     def finish_reading(self) -> None:
-        """Keep the room until it is closed: the whole body has arrived."""
+        """Keep the bytes until the account is closed: the whole body has arrived."""
         self._budget.finish_reading(self)
 
     def hold(self, num_containers: int) -> None:
@@ -150,11 +146,11 @@ class BodyRoom:
             self._budget.hold(self, num_containers)
 
     def close(self) -> None:
-        """Give back the room."""
+        """Give back the bytes."""
         self._budget.close(self)
 
     def lose(self) -> None:
-        """Give the room up to another body."""
+        """Lose the bytes to another body."""
         self.is_lost = True
         self.close()
         self._on_lost()
@@ -164,12 +160,12 @@ MAX_RESPONSE_BYTES_IN_PROGRESS = 512 * 2**20
 
 
 class ResponseBudget:
-    """The memory of whole responses that their clients have not read to the end, and its limit.
+    """The memory used by whole responses that clients have not read completely, and its limit.
 
-    A client may read as slowly as it likes while there is memory for all.
+    A client may read as slowly as it likes while memory suffices for all.
 
-    max_bytes: the limit.
-    num_bytes: how many are in use.
+    max_bytes: the limit in bytes.
+    num_bytes: the number of bytes in use.
     """
 
     def __init__(self, max_bytes: int = MAX_RESPONSE_BYTES_IN_PROGRESS) -> None:
@@ -180,7 +176,7 @@ class ResponseBudget:
 
     @contextmanager
     def sending(self, num_bytes: int, cut: Callable[[], None]) -> Iterator[None]:
-        """Count a response while it is sent. Cut the slowest responses if all together exceed the limit.
+        """Count a response while it is sent. If all responses together exceed the limit, cut off the slowest.
 
         cut: closes the connection of this response.
         """

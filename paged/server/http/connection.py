@@ -56,15 +56,14 @@ OnRefusal = Callable[..., None]  # `Observers.refused`
 class ConnectionContext:
     """The settings and the state that all connections of a server share.
 
-    on_refusal: called with the route, status, reason and id of each request that does not reach the
-        application.
+    on_refusal: called with route, status, reason and id of each request that does not reach the application.
     root_path: the path under which a proxy publishes the server.
     max_connections: the limit; connections beyond it are spare.
-    head_s: seconds for the headers of a request, from the connection or the request's first byte on.
+    head_s: seconds for the head of a request, counted from the connection or from the request's first byte.
     keep_alive_s: seconds between two requests.
-    slow_client_s: seconds in which a client must read enough for the next part of a response to be sent, and
-        all of the rest after the last response.
-    default_headers: headers that every response has.
+    slow_client_s: seconds within which a client must read enough for the next part of a response to be sent;
+        after the last response, seconds for reading the rest.
+    default_headers: headers of every response.
     connections, tasks: the open connections and their tasks; uvicorn waits for them when it ends.
     """
 
@@ -81,7 +80,7 @@ class ConnectionContext:
 
     @property
     def refusal(self) -> tuple[int, str]:
-        """The status and the message for a connection beyond the limit."""
+        """Status and message for a connection beyond the limit."""
         return (
             503,
             f"{self.max_connections} connections are open, and --max-connections allows no more; try again",
@@ -89,13 +88,13 @@ class ConnectionContext:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection. The size and the time of heads are limited; few requests are parsed ahead.
+    """A client's connection. The size and the duration of heads are limited, and only few requests are parsed
+    ahead.
 
-    A request to change the protocol, as some clients send with every request for HTTP/2, is answered as if it
-    did not ask for that.
+    Requests to upgrade the protocol, as some clients send for HTTP/2, are answered without the upgrade.
 
-    is_spare: whether it is beyond the limit of connections.
-    is_too_slow: whether the client was cut off, as it did not read its responses.
+    is_spare: whether the connection is beyond the limit of connections.
+    is_too_slow: whether the client was cut off because it did not read its responses.
     on_lost: called when the connection has ended.
     """
 
@@ -153,7 +152,7 @@ class Connection(asyncio.Protocol):
         self._set_deadline(SPARE_TIMEOUT_S if self.is_spare else self._context.head_s, self._on_head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """Tell the requests of this connection that the client is gone."""
+        """Tell the requests of this connection that the client has disconnected."""
         self._clear_deadline()
         self._context.connections.discard(self)
         self._discards = True
@@ -173,10 +172,10 @@ class Connection(asyncio.Protocol):
             self.abort()
 
     def eof_received(self) -> None:
-        """Close the connection: a client that ends its side is taken to have left."""
+        """Close the connection: a client that closes its side is considered gone."""
 
     def pause_writing(self) -> None:
-        """Make responses wait for the client to read."""
+        """Make responses wait until the client reads."""
         self._is_writable.clear()
 
     def resume_writing(self) -> None:
@@ -195,11 +194,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_made(self) -> bool:
-        """Whether the handshake is over, so that data can be written."""
+        """Whether the handshake is complete, so that data can be written."""
         return self._transport is not None
 
     def close_when_made(self) -> None:
-        """Close a connection whose handshake is not over as soon as it is."""
+        """Close the connection as soon as its handshake is complete."""
         self._discards = True
 
     def refuse_spare(self) -> None:
@@ -219,7 +218,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough. Disconnect it if that takes too long."""
+        """Wait until the client has read enough. Disconnect the client if that takes too long."""
         if self._is_writable.is_set():
             return
         timer = self._loop.call_later(self._context.slow_client_s, self._cut_off)
@@ -238,7 +237,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def update_reading(self) -> None:
-        """Read from the connection, unless too much data waits to be parsed or to be received."""
+        """Read from the connection, unless too much data waits to be parsed or received."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -370,7 +369,7 @@ class Connection(asyncio.Protocol):
             self._reject(FRAMES_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        """End a head, and hand the request to the application unless the head is wrong."""
+        """End a head, and pass the request to the application unless the head is wrong."""
         method = self._parser.get_method()
         self._check_line(method)
         self._check_head()
@@ -396,7 +395,7 @@ class Connection(asyncio.Protocol):
             self._start(cycle)
 
     def on_body(self, part: bytes) -> None:
-        """Add a part of the body of the request that is being read."""
+        """Add a part of the body to the request that is being read."""
         self._frame_bytes = 0
         if self._incoming is not None:
             self._incoming.add_body(part)

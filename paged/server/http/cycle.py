@@ -23,16 +23,16 @@ _NOT_IN_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class Wire(Protocol):
-    """The interface of a connection that its cycles use."""
+    """The methods of a connection that its cycles use."""
 
     def write(self, data: bytes) -> None:
         """Send bytes to the client, unless the connection is closed."""
 
     async def drain(self) -> None:
-        """Wait until the client has read enough, or is disconnected for reading too slowly."""
+        """Wait until the client has read enough. Disconnect the client if that takes too long."""
 
     def update_reading(self) -> None:
-        """Resume reading from the socket if the body buffer has room, else pause it."""
+        """Read from the socket if the body buffer has room; pause reading otherwise."""
 
     def on_response_end(self, cycle: Cycle) -> None:
         """Serve the next request of the connection, or close it."""
@@ -44,12 +44,12 @@ class Wire(Protocol):
 class Cycle:
     """One request and its response.
 
-    is_old: whether the client speaks HTTP/1.0, which has neither chunks nor status 100.
+    is_old: whether the client speaks HTTP/1.0, without chunks and status 100.
     closes: whether the connection ends after the response.
-    body: the bytes that have arrived but were not passed to the application yet.
+    body: the bytes that have arrived but have not been passed to the application yet.
     is_read: whether the whole body has arrived.
     is_started, is_complete: whether the response is started, and whether it is complete.
-    is_gone: whether the client has left, or sent data that cannot be read.
+    is_gone: whether the client has disconnected or sent unreadable data.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Cycle:
         self._news.set()
 
     def leave(self) -> None:
-        """Mark the client as gone. The application receives a disconnect."""
+        """Mark the client as gone. The application then receives a disconnect."""
         self.is_gone = True
         self._news.set()
 
@@ -107,7 +107,7 @@ class Cycle:
     # Of the application
 
     async def receive(self) -> Message:
-        """Return the next part of the body, or wait until the client is gone or its response is complete."""
+        """Return the next part of the body. After the body, wait for the disconnect or the response's end."""
         if self._expects_continue and not self.is_started:
             self._wire.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects_continue = False
@@ -126,7 +126,7 @@ class Cycle:
         return self.is_gone or self.is_complete
 
     async def send(self, message: Message) -> None:
-        """Send the head or a part of the body of the response, once the client has read enough."""
+        """Send the head or a part of the response's body, once the client has read enough."""
         if not self.is_gone:
             await self._wire.drain()
         if self.is_gone:

@@ -41,10 +41,10 @@ _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
 class Exchange:
     """One HTTP request and its response.
 
-    max_body_bytes: the largest body.
-    body_timeout_s: seconds in which the body has to arrive.
-    budget: the memory for the bodies of all requests.
-    responses: the memory for all whole responses.
+    max_body_bytes: maximum size of the body.
+    body_timeout_s: seconds within which the body must arrive.
+    budget: the memory budget for the bodies of all requests.
+    responses: the memory budget for all whole responses.
     address: the client's address; "" at a Unix domain socket.
     num_body_bytes: how many bytes of the body were read.
     route: the path below --root-path.
@@ -52,12 +52,12 @@ class Exchange:
     extra_headers: headers added to the response.
     status: the status of the response, once it has begun.
     is_accepted: whether the server answers the request even while it shuts down.
-    is_complete: whether the last part of the response was handed to the server.
+    is_complete: whether the last part of the response was passed on for sending.
     record: the record of the request, once its body was accepted.
-    access: the access that its key was checked for; None if the route needs no key.
-    key: the request's key, where keys belong to tenants.
-    owner: the owner of objects that the request makes, and may see; None without keys, and for the operator,
-        who sees all.
+    access: the access for which the key was checked; None if the route needs no key.
+    key: the usage of the request's key, if keys belong to tenants.
+    owner: the owner of objects that the request creates and may see; None without keys, and for the operator,
+        who sees everything.
     admission: the request's usage of its key's limits, once its body was read.
     error: the error that ended the response after it had begun.
     """
@@ -136,18 +136,16 @@ class Exchange:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether the client was disconnected: it read too slowly, or other responses needed the memory."""
+        """Whether the client was cut off because it read too slowly, or because memory was needed."""
         return self._is_too_slow()
 
     def header(self, name: str) -> str | None:
-        """Return the value of a request header; if it occurs several times, the last value."""
+        """Return the value of a request header; the last value if it occurs several times."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
     def time_left(self, timeout_s: float | None) -> float | None:
-        """Return the seconds left of a timeout_s that counts from the request's arrival; None
-        without a timeout.
-        """
+        """Return the seconds left of timeout_s, which counts from the request's arrival; None without one."""
         if timeout_s is None:
             return None
         return max(timeout_s - (time.monotonic() - self.received), LEAST_TIMEOUT_S)
@@ -158,12 +156,12 @@ class Exchange:
             self.record.on_output(output, time.monotonic(), replica)
 
     async def read_json(self, parse: Callable[[Any], T]) -> T:
-        """Read the body, which must be JSON, and return the result of `parse` for its value.
+        """Read the body as JSON. Return the result of `parse` for its value.
 
         parse: runs in a thread if the body is long.
 
         Raises HttpError if the body is too large, too slow or of another type, or if the memory for bodies is
-        used up; RequestError if it is not JSON; and the errors of `parse`.
+        used up; RequestError if the body is not JSON; and the errors of `parse`.
         """
         self._check_type()
         parts = await self._read()
@@ -182,13 +180,13 @@ class Exchange:
         return await loop.run_in_executor(pool, parse_beside)
 
     def end(self) -> None:
-        """Release the memory of the body, once the request has ended."""
+        """Release the memory of the body once the request has ended."""
         if self._room is not None:
             self._room.close()
 
     @property
     def num_body_bytes(self) -> int:
-        """The bytes of the body that was read, while they count in the budget."""
+        """The number of bytes of the body, as long as they count in the budget."""
         return 0 if self._room is None else self._room.num_bytes
 
     @property
@@ -273,7 +271,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def write(self, body: bytes, *, more: bool) -> None:
-        """Send the next part of the response, once the client has read enough of the parts before."""
+        """Send the next part of the response, once the client has read enough of the earlier parts."""
         for start in range(0, len(body) - SENT_AT_ONCE, SENT_AT_ONCE):
             await self._send_body(body[start : start + SENT_AT_ONCE], more=True)
         rest = (len(body) - 1) // SENT_AT_ONCE * SENT_AT_ONCE
@@ -304,7 +302,7 @@ class Exchange:
 
 
 class ClientGone(Exception):  # noqa: N818 - an event like CancelledError, no error
-    """The client has closed the connection, so there is no response to send."""
+    """The client has closed the connection, so no response can be sent."""
 
 
 def _expire(timer: asyncio.Timeout) -> None:
@@ -328,9 +326,9 @@ _parsing_large = ThreadPoolExecutor(1, "paged-large-bodies")
 
 
 class until_disconnect:  # noqa: N801 - used as a function is, like asyncio.timeout
-    """A context that is cancelled, with ClientGone, when the client of an exchange disconnects.
+    """A context that is cancelled when the client of an exchange disconnects; it then raises ClientGone.
 
-    The body of the request must have been read.
+    The body of the request must have been read before.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -358,21 +356,21 @@ class until_disconnect:  # noqa: N801 - used as a function is, like asyncio.time
 
 
 def request_id_of(given: bytes | None) -> str:
-    """Return a client's own id if it is short and printable, else a new one."""
+    """Return a client's id if it is short and printable, otherwise a new id."""
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode()
     return uuid.uuid4().hex
 
 
 async def in_thread_if(is_long: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call a function in a thread if it takes long, else on the event loop."""
+    """Call a function in a thread if it takes long, otherwise on the event loop."""
     return await asyncio.to_thread(function, *args) if is_long else function(*args)
 
 
 async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
-    """Return the JSON of a body. Large ones are made beside the event loop, one after another.
+    """Return a body as JSON. Large bodies are encoded in a thread, one after the other.
 
-    num_parts: about how many tokens, candidates or other values it has.
+    num_parts: the approximate number of tokens, candidates or other values in the body.
     """
     if num_parts <= PARTS_AT_ONCE:
         return encode_json(new_body())
@@ -380,7 +378,7 @@ async def encode_answer(new_body: Callable[[], Any], num_parts: int) -> bytes:
 
 
 async def beside_loop(function: Callable[..., T], *args: Any) -> T:
-    """Compute a part of an answer in a thread. Such calls run one after another."""
+    """Call a function in a thread, for a part of an answer. Such calls run one after the other."""
     return await asyncio.get_running_loop().run_in_executor(_answers, function, *args)
 
 
@@ -389,7 +387,7 @@ _answers = ThreadPoolExecutor(1, "paged-answers")
 
 
 def encode_in_pieces(value: Any) -> bytes:
-    """Encode a large value as JSON, and let other threads run between its parts."""
+    """Encode a large value as JSON. Let other threads run between its parts."""
     return bytes(_in_pieces(value, depth=6))  # down to one token of one choice of a chat
 
 

@@ -26,7 +26,7 @@ MAX_RETRY_AFTER_S = 60
 class HttpError(RequestError):
     """An error of a request with its HTTP status.
 
-    param: the field or header that is wrong.
+    param: the wrong field or header.
     code: a word for programs, such as "model_not_found".
     headers: headers added to the response.
     """
@@ -46,7 +46,7 @@ class HttpError(RequestError):
 
 
 class FailureResponse(NamedTuple):
-    """A response that says what is wrong."""
+    """A response that reports an error."""
 
     status: int
     body: dict[str, Any]
@@ -54,7 +54,7 @@ class FailureResponse(NamedTuple):
 
 
 class FinishRate:
-    """The rate at which requests finish, used to estimate when the queue will have moved."""
+    """The rate at which requests finish, used to estimate how long the queue takes."""
 
     def __init__(self) -> None:
         self._finished: deque[float] = deque(maxlen=64)
@@ -64,7 +64,7 @@ class FinishRate:
         self._finished.append(time.monotonic())
 
     def seconds_for(self, num_requests: int) -> int:
-        """Estimate in how many seconds this many requests finish, from 1 to MAX_RETRY_AFTER_S."""
+        """Estimate the seconds until this many requests have finished, from 1 to MAX_RETRY_AFTER_S."""
         times = self._finished
         if len(times) < 2:
             return 1
@@ -74,9 +74,9 @@ class FinishRate:
 
 
 def failure_of(error: Exception, retry_after_s: int, request_id: str) -> FailureResponse:
-    """Return the response for an error. A foreign error is logged, and its text is not shown.
+    """Return the response that reports an error. An unexpected error is logged, and its text is not shown.
 
-    retry_after_s: the value of retry-after for errors after which the same request may succeed.
+    retry_after_s: the value of the header retry-after, for errors after which the same request may succeed.
     """
     headers: tuple[Header, ...] = ()
     code = None

@@ -68,9 +68,9 @@ _INTS = msgspec.json.Decoder(list[int])
 def parse_body(body: bytes, on_count: Callable[[int], object] = lambda _: None) -> Any:
     """Return the value of a request body.
 
-    on_count: called with the number of objects and arrays before any is made.
+    on_count: called with the number of objects and arrays, before they are created.
 
-    Raises RequestError where `parse_json` does, and if the body has too many values.
+    Raises RequestError as `parse_json` does, and if the body has too many values.
     """
     if len(body) <= PARSED_AT_ONCE:
         num_containers = body.count(b"[") + body.count(b"{")  # or fewer, as some may be in strings
@@ -84,7 +84,7 @@ def parse_body(body: bytes, on_count: Callable[[int], object] = lambda _: None) 
 
 
 def most_containers(num_bytes: int) -> int:
-    """Return how many objects and arrays a body may have."""
+    """Return the maximum number of objects and arrays in a body of this size."""
     return min(MAX_CONTAINERS, FREE_CONTAINERS + num_bytes // BYTES_PER_CONTAINER)
 
 

@@ -44,7 +44,7 @@ class Listeners(NamedTuple):
 
 @contextlib.contextmanager
 def bind_all(options: ServeOptions) -> Iterator[Listeners]:
-    """Yield the sockets of a server, which are closed at the end. Raises ResourceError as `bind`."""
+    """Yield the sockets of a server; close them at the end. Raises ResourceError as `bind` does."""
     with contextlib.ExitStack() as stack:
         main = stack.enter_context(bind(options))
         if options.uds is not None:
@@ -131,17 +131,16 @@ def _is_left_over(path: str) -> bool:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files as far as the system allows, because each connection is an open file."""
+    """Raise the limit of open files as far as the system allows, since each connection is an open file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connection_limit(wanted: int | None) -> int:
-    """Return the limit of connections: the wanted number; by default, as many as the limit of open files
-    allows.
+    """Return the limit of connections: `wanted`, or by default as many as open files allow.
 
-    Raises ResourceError if more are wanted.
+    Raises ResourceError if `wanted` is more than open files allow.
     """
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = num_files == resource.RLIM_INFINITY
@@ -157,28 +156,28 @@ def connection_limit(wanted: int | None) -> int:
 
 
 def url_of(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the URL that the server is reached at; `unix:` and the path for a Unix socket."""
+    """Return the URL of the server; for a Unix socket, `unix:` and its path."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     return f"{port_url(options, listener)}{options.root_path or ''}"
 
 
 def port_url(options: ServeOptions, listener: socket.socket) -> str:
-    """Return the URL of the host and port that a socket listens on, without the root path."""
+    """Return the URL of the host and port on which a socket listens, without the root path."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if options.ssl_certfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop of the kind that serves."""
+    """Return a new event loop of the type that the server uses."""
     return uvloop.new_event_loop()
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's server with our own connections. `Drain` handles the signals.
+    """Uvicorn's server with our own connection class. `Drain` handles signals.
 
-    on_start: called when the server listens.
+    on_start: called once the server listens.
     on_refusal: called for requests that do not reach the application; see `Connection`.
     metrics_app: answers the requests to --metrics-port.
     """
@@ -230,7 +229,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the handlers of signals as they are."""
+        """Do nothing: signal handlers stay as they are."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -247,7 +246,7 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
-        """Serve until `stop` is called. Raises ResourceError if the address was taken meanwhile.
+        """Serve until `stop` is called. Raises ResourceError if the address has been taken meanwhile.
 
         metrics: the socket of --metrics-port.
         """
@@ -263,6 +262,6 @@ class Server(uvicorn.Server):
             ) from None
 
     def stop(self, *, at_once: bool = False) -> None:
-        """Stop accepting connections. End once all responses are sent, or at once."""
+        """Stop accepting connections. End once all responses are sent, or at once with `at_once`."""
         self.should_exit = True
         self.force_exit = at_once

@@ -15,9 +15,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StreamedResponse:
-    """A response that is sent in parts, and whose status is sent with the first part.
+    """A response that is sent in parts. Its status is sent with the first part.
 
-    Until then it may still become another response, such as an error with its own status.
+    Before the first part, another response can still be sent instead, such as an error with its own status.
     """
 
     def __init__(self, exchange: Exchange, content_type: str = EVENTS) -> None:
@@ -31,7 +31,7 @@ class StreamedResponse:
         return self._exchange.status is not None
 
     async def write(self, body: bytes, *, more: bool = True) -> None:
-        """Send a part, once the client has read enough of the parts before."""
+        """Send a part, once the client has read enough of the earlier parts."""
         async with self._lock:
             if self._exchange.status is None:
                 # Proxies such as nginx would hold the parts back.
@@ -51,13 +51,13 @@ def event(value: Any) -> bytes:
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """Return a value as a server-sent event that is named by its type."""
+    """Return a value as a server-sent event with the name of the value's type."""
     name: str = value["type"]
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(value))
 
 
 class KeepAlive:
-    """Sends a blank line to each event stream that has been idle for `interval_s`, from one timer for all."""
+    """Sends a blank line to each event stream that was idle for `interval_s`. All streams share one timer."""
 
     def __init__(self, interval_s: float = IDLE_S) -> None:
         self._interval_s = interval_s
@@ -67,7 +67,7 @@ class KeepAlive:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_write(self, stream: StreamedResponse) -> None:
-        """Record that a stream begins to wait, or was written to."""
+        """Record that a stream was written to or begins to wait."""
         now = asyncio.get_running_loop().time()
         self._set_last(stream, now)
         if self._timer is None:

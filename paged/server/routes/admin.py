@@ -18,7 +18,7 @@ MOST_DIGITS = 6  # of a number in a path
 
 
 class RequestsRoute:
-    """Lists the requests in progress, the oldest first, without prompts and answers."""
+    """Lists the requests in progress, oldest first, without prompts and answers."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -61,7 +61,7 @@ class EndRoute:
 
 
 class ReplicasRoute:
-    """Adds or removes engine processes. The response comes when that is done; 400 if it is impossible."""
+    """Adds or removes engine processes. The response is sent when this is done; 400 if it is impossible."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -79,7 +79,7 @@ class ReplicasRoute:
 
 
 class PauseRoute:
-    """Refuses new requests until they are resumed."""
+    """Pauses the server: new requests are refused until it is resumed."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -101,7 +101,7 @@ class ResumeRoute:
 
 
 class DrainRoute:
-    """Ends the server once the response is sent."""
+    """Ends the server after the response is sent."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -123,7 +123,7 @@ class ResetPrefixCacheRoute:
 
 
 class ReloadKeysRoute:
-    """Reads the keys file again. If it is wrong, the response is 400 and the earlier keys stay in force."""
+    """Reads the keys file again. If it is wrong, the status is 400 and the earlier keys stay in force."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

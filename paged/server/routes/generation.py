@@ -46,7 +46,7 @@ class AnswerRoute:
         identity: str,  # noqa: ARG002
         created: int,  # noqa: ARG002
     ) -> AbstractContextManager[None]:
-        """Return a context that lasts while the engine works at a call."""
+        """Return a context that lasts while the engine works on a call."""
         return nullcontext()
 
     async def __call__(self, exchange: Exchange) -> None:

@@ -32,7 +32,7 @@ PAGE_HEADERS: tuple[Header, ...] = (
 
 
 class PageRoute:
-    """A file of the page. If the page is off, / says where the API is."""
+    """A file of the page. If the page is turned off, / says where the API is."""
 
     def __init__(self, endpoint: Endpoint, file: str, front: FrontEnd) -> None:
         self._endpoint = endpoint
@@ -48,9 +48,7 @@ class PageRoute:
 
 
 class WatchRoute:
-    """Streams pictures of the engines as events. With a key, they show the requests of its owner, else all
-    requests.
-    """
+    """Streams pictures of the engines as events. With a key, they show only requests of the key's owner."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

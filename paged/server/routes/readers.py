@@ -23,9 +23,9 @@ async def finished_outcomes(
 ) -> list[Outcome]:
     """Return the last output of each stream, or the error that refused its prompt.
 
-    If the caller is cancelled, or the engine stops, all streams are closed.
+    All streams are closed if the caller is cancelled or the engine stops.
 
-    check: called with each output as it comes. If it raises, all streams are closed.
+    check: called with each output as it arrives. If it raises, all streams are closed.
     """
     if len(streams) == 1:
         return [await _last(streams[0], on_output, check)]
@@ -56,7 +56,7 @@ async def _last(stream: RequestStream, on_output: OnOutput, check: Callable[[Out
 
 
 def num_parts_of(outcomes: Iterable[Outcome]) -> int:
-    """Return how many tokens and candidates the outputs have."""
+    """Return the number of tokens and candidates in the outputs."""
     outputs = [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]
     return sum(_num_candidates(output.prompt_logprobs) + _num_parts(output) for output in outputs)
 
@@ -77,8 +77,8 @@ def _num_candidates(places: Sequence[Mapping[int, Logprob] | None] | None) -> in
 class ReadyOutcomes(NamedTuple):
     """Outputs that are sent together, each with the index of its stream.
 
-    num_parts: the number of tokens and candidates that they have.
-    is_last: whether no other outputs follow.
+    num_parts: the number of tokens and candidates in the outputs.
+    is_last: whether no further outputs follow.
     """
 
     outcomes: list[tuple[int, Outcome]]
@@ -99,11 +99,11 @@ class _Arrival(NamedTuple):
 
 
 class MergedOutcomes:
-    """The outputs of several streams as they come, each with the index of its stream.
+    """The outputs of several streams as they arrive, each with the index of its stream.
 
-    An asynchronous context manager, which closes all streams when it ends. One output of each stream is read
+    An asynchronous context manager that closes all streams at its end. One output of each stream is read
     ahead. Later outputs wait in the mailboxes, where deltas are merged. A stream is asked for its next output
-    only when its last one was sent, so that it knows how much its reader still holds.
+    only after its last output was sent, so that it knows how much memory its reader still uses.
     """
 
     def __init__(self, streams: Sequence[RequestStream], on_output: OnOutput) -> None:
@@ -131,9 +131,10 @@ class MergedOutcomes:
             await stream.aclose()
 
     async def batches(self) -> AsyncIterator[ReadyOutcomes]:
-        """Yield batches of the outputs that have come. Ask for the next batch once the last one was sent.
+        """Yield batches of the outputs that have arrived. Ask for a batch only after the last one was sent.
 
-        A refused stream ends with its error in place of an output. Any other error of a stream is raised.
+        If a prompt was refused, the error takes the place of its output. Any other error of a stream is
+        raised.
         """
         num_open = len(self._streams)
         while num_open:

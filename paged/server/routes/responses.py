@@ -45,14 +45,14 @@ def _without_output(front: FrontEnd, response: ResponseInProgress, status: str) 
 
 
 class ResponsesRoute(AnswerRoute):
-    """Generates responses, whole or streamed. A response may continue a stored one."""
+    """Generates responses, whole or streamed. A response may continue a stored response."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         super().__init__(path, front)
         self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
-        """Complete a call with the stored responses that it needs. Raises HttpError if one does not exist."""
+        """Add the stored responses that a call needs. Raises HttpError if one does not exist."""
         assert isinstance(call, ResponseCall)
         if not call.needs_stored:
             return
@@ -92,7 +92,7 @@ class ResponsesRoute(AnswerRoute):
     def answering(
         self, exchange: Exchange, call: AnswerCall, identity: str, created: int
     ) -> AbstractContextManager[None]:
-        """Return a context in which a response can be cancelled."""
+        """Return a context in which the response can be cancelled."""
         assert isinstance(call, ResponseCall)
         assert exchange.record is not None, "_begin() has opened it"
         responses = self._front.responses
@@ -125,7 +125,7 @@ class ResponsesRoute(AnswerRoute):
 
 
 class ResponseRoute:
-    """Returns a stored response, or one in progress."""
+    """Returns a stored response or a response in progress."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -152,7 +152,7 @@ class ResponseRoute:
 
 
 class DeleteResponseRoute:
-    """Forgets a stored response."""
+    """Removes a stored response."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front

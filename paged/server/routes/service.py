@@ -15,7 +15,7 @@ from ..telemetry.metrics import CONTENT_TYPE
 
 
 class ModelsRoute:
-    """Lists the names of the model, with the longest context."""
+    """Lists the names of the model, with its maximum context length."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -26,7 +26,7 @@ class ModelsRoute:
 
 
 class ModelRoute:
-    """Describes the model under one name; another name is 404."""
+    """Describes the model under one of its names; any other name is 404."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -55,9 +55,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
 
 
 class HealthRoute:
-    """Returns 200 if each engine process is alive, or being replaced in time; else 503. Nothing
-    is computed.
-    """
+    """Returns 200 if every engine process is alive or being replaced in time, else 503. Computes nothing."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -71,7 +69,7 @@ class HealthRoute:
 
 
 class ReadyRoute:
-    """Returns 200 if requests are accepted; else 503 with the reason."""
+    """Returns 200 if requests are accepted, else 503 with the reason."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -88,7 +86,7 @@ class ReadyRoute:
 
 
 class VersionRoute:
-    """The version of the server."""
+    """Returns the version of the server."""
 
     def __init__(self, front: FrontEnd) -> None:
         pass
@@ -98,7 +96,7 @@ class VersionRoute:
 
 
 class MetricsRoute:
-    """Counts for Prometheus."""
+    """Returns metrics for Prometheus."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
@@ -113,7 +111,7 @@ class MetricsRoute:
 
 
 class OpenAPIRoute:
-    """The description of all routes."""
+    """Returns the OpenAPI description of all routes."""
 
     def __init__(self, front: FrontEnd) -> None:  # noqa: ARG002
         self._body = encode_json(openapi())

@@ -19,7 +19,7 @@ from .readers import MergedOutcomes, Outcome
 
 
 class Framing(ABC):
-    """The form of a streamed response.
+    """The format of a streamed response.
 
     content_type: the response's content type.
     """
@@ -28,21 +28,22 @@ class Framing(ABC):
 
     @abstractmethod
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
-        """Return the part for some outputs, each with the index of its prompt. Raises an error that ends the
-        stream.
+        """Return the part for some outputs, each with the index of its prompt.
+
+        Raises an error that ends the stream.
         """
 
     @abstractmethod
     def end(self) -> bytes:
-        """Return the last part of a stream, to be sent after the last output."""
+        """Return the last part of a stream, which follows the last output."""
 
     @abstractmethod
     def error(self, failure: FailureResponse) -> bytes:
-        """Return the last part of a stream that fails."""
+        """Return the last part of a stream that ends with an error."""
 
 
 class Events(Framing):
-    """Chunks as server-sent events: named ones, or plain ones and then [DONE].
+    """Chunks as server-sent events: named events, or events without names and then [DONE].
 
     An output that failed ends the stream.
     """
@@ -81,7 +82,7 @@ class Events(Framing):
 
 
 class Lines(Framing):
-    """One JSON line for each result, or for each delta. A prompt that failed has its error as its result."""
+    """One JSON line for each result, or for each delta. The result of a prompt that failed is its error."""
 
     content_type = JSON_LINES
 
@@ -100,7 +101,7 @@ class Lines(Framing):
         return b"".join(encode_json(value) + b"\n" for value in values)
 
     def end(self) -> bytes:
-        """Return nothing: the last line is that of the last result."""
+        """Return an empty part: the line of the last result ends the stream."""
         return b""
 
     def error(self, failure: FailureResponse) -> bytes:
@@ -111,9 +112,9 @@ class Lines(Framing):
 async def send_stream(
     front: FrontEnd, exchange: Exchange, outcomes: MergedOutcomes, framing: Framing
 ) -> None:
-    """Send outputs as they come. An error after the first output becomes the last part of the response.
+    """Send outputs as they arrive. An error after the first output becomes the last part of the response.
 
-    Raises an error before the first, for a response of its own status.
+    An error before the first output is raised, so that a response with its own status can be sent.
     """
     response = StreamedResponse(exchange, framing.content_type)
     keep_alive = front.keep_alive if framing.content_type == EVENTS else None

@@ -11,7 +11,7 @@ from ..http.exchange import Exchange, encode_in_pieces
 
 
 class TextRoute:
-    """Answers from the tokenizer and the chat template alone: the tokens of a text, or the text of tokens."""
+    """Converts text to tokens or tokens to text, with the tokenizer and the chat template alone."""
 
     def __init__(self, path: str, front: FrontEnd) -> None:
         self._path = path

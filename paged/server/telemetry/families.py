@@ -38,12 +38,12 @@ REQUEST_SECONDS = (
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """A metric.
+    """One metric at /metrics.
 
-    name: the name without prefix, and without the suffix _total that counters get.
-    labels: the names of its labels in order.
-    read: returns its value from an engine's statistics; None if the front end counts it itself.
-    bounds: the bounds of a histogram; None for lengths in tokens, whose bounds follow max_model_len.
+    name: the name without prefix, and without the suffix _total of counters.
+    labels: the names of the metric's labels, in order.
+    read: returns the value from an engine's statistics; None if the front end itself counts it.
+    bounds: the bounds of a histogram; None for lengths in tokens, which have bounds up to max_model_len.
     """
 
     name: str
@@ -274,7 +274,7 @@ METRIC_FAMILIES = STATES + TOTALS + REQUESTS + SERVER
 
 
 def length_bounds(longest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, … up to the longest length, the bounds that vLLM takes."""
+    """Return the bounds 1, 2, 5, 10, 20, 50, … up to the longest length, as in vLLM."""
     bounds = list[float]()
     scale = 1
     while scale <= longest:

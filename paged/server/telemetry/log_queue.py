@@ -21,9 +21,9 @@ STDERR = 2
 class LogQueue(logging.Handler):
     """Writes lines to a file descriptor from a separate thread.
 
-    A write to a pipe that is not read blocks for ever, which must not happen to an event loop or a step.
+    A write to a pipe without a reader blocks for ever. This must not happen to an event loop or a step.
 
-    num_dropped: lines that found the queue full, or whose reader was gone.
+    num_dropped: the number of lines that were dropped because the queue was full or the reader was gone.
     """
 
     def __init__(self, descriptor: int = STDERR, max_lines: int = MAX_LINES) -> None:
@@ -53,7 +53,7 @@ class LogQueue(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Wait until all lines are written, for FLUSH_S at most."""
+        """Wait until all lines are written, at most FLUSH_S."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_unwritten, FLUSH_S)
 
@@ -119,5 +119,5 @@ def log_uncaught_errors() -> None:
 
 
 def num_dropped_lines() -> int:
-    """Return how many lines of the log were dropped."""
+    """Return the number of log lines that were dropped."""
     return sum(each.num_dropped for each in logging.getLogger().handlers if isinstance(each, LogQueue))

@@ -47,10 +47,10 @@ _REASONS = frozenset((*REFUSALS.values(), RATE_LIMIT, TOO_MANY_CONNECTIONS))
 class ServerMetrics(Observer):
     """Counts requests, and renders the counts with the statistics of the engines.
 
-    model_name: the value of that label, the first served name.
-    max_model_len: bounds the histograms of lengths.
-    routes: the templates of the server's paths; others are counted as "other".
-    prefix: the prefix of all names; "vllm" for dashboards made for vLLM.
+    model_name: the value of the label model_name: the first served name.
+    max_model_len: the upper limit of bounds for histograms of lengths.
+    routes: the templates of the server's paths. Other paths are counted as "other".
+    prefix: the prefix of all names; "vllm" for dashboards that were made for vLLM.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ServerMetrics(Observer):
         self.expect(num_engines)
 
     def expect(self, num_engines: int) -> None:
-        """Show metrics for `num_engines` engines even before they finish a request. Earlier counts stay."""
+        """Show metrics for `num_engines` engines even before they finish a request."""
         for engine in range(num_engines):
             self._token_latencies[engine]  # makes both, if they are not there
 
@@ -90,7 +90,7 @@ class ServerMetrics(Observer):
         return {family.name: Histogram(family.bounds or self._lengths) for family in histograms}
 
     def begin(self, record: RequestRecord) -> None:
-        """Count a request as in progress, and make its record count the time between tokens."""
+        """Count a request as in progress, and let its record count the time between tokens."""
         self._counts["http_requests_in_progress"][(self._route(record.route),)] += 1
         record.token_latencies = self._token_latencies
 
@@ -135,10 +135,11 @@ class ServerMetrics(Observer):
     def render(
         self, stats: Mapping[int, EngineStats], removed: Mapping[int, EngineStats] = MappingProxyType({})
     ) -> bytes:
-        """Return the body of GET /metrics, whose content type is CONTENT_TYPE.
+        """Return the body of GET /metrics. Its content type is CONTENT_TYPE.
 
-        stats: the newest statistics by engine; an engine without statistics has no metrics.
-        removed: the last statistics of removed engines. Their counts stay, so that no sum over engines falls.
+        stats: the newest statistics by engine. An engine without statistics has no metrics.
+        removed: the last statistics of removed engines. Their counts stay, so that sums over engines never
+            fall.
         """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Rendering(self._families(stats, removed)))

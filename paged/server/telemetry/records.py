@@ -46,12 +46,13 @@ REFUSALS = {
 
 @dataclass(slots=True, eq=False)
 class RequestProgress:
-    """One engine request, of which an HTTP request may have several: one for each prompt.
+    """One engine request. An HTTP request has one for each prompt.
 
-    Times are by time.monotonic. Those in `times` are by the engine's clock, of which only differences count.
+    Times are from time.monotonic, except that `times` is from the engine's clock, which has an arbitrary
+    zero.
 
-    engine: the replica that computes it.
-    num_prompt_tokens, num_cached_tokens: None until they are known.
+    engine: the number of the replica that computes it.
+    num_prompt_tokens, num_cached_tokens: None until known.
     num_generated: the number of tokens of each sample.
     finish_reasons: the finish reason of each sample; empty until the request is finished.
     """
@@ -69,11 +70,11 @@ class RequestProgress:
 
     @property
     def num_generated_tokens(self) -> int | None:
-        """The number of tokens of all samples; None while some may still be unsent."""
+        """The number of tokens of all samples; None while some may not have been sent yet."""
         return sum(self.num_generated) if self.num_generated or self.finished_at is not None else None
 
     def seconds(self, phase: str) -> float | None:
-        """Return how long one of PHASES lasted; None unless that is known."""
+        """Return how long one of PHASES lasted; None if that is unknown."""
         first, last = (getattr(self.times, name, None) for name in PHASES[phase])
         return None if first is None or last is None else max(0.0, last - first)
 
@@ -83,17 +84,17 @@ class RequestRecord:
     """One HTTP request, from its first byte to its last.
 
     route: the template of the path, such as /v1/completions.
-    received: when it arrived, by time.monotonic.
-    params: its sampling parameters, once they are parsed.
-    num_requests: how many engine requests it makes.
-    engine_ids: the ids of its engine requests.
-    user: the user that its body names.
+    received: when the request arrived, by time.monotonic.
+    params: the sampling parameters, once they are parsed.
+    num_requests: the number of engine requests.
+    engine_ids: the ids of the engine requests.
+    user: the user that the body names.
     trace: the client's trace context; `Observers.begin` replaces it by the server's own span if traces are
         exported. Its `traceparent` is a header of the response.
-    account: the tenant of its key, "" without a file of keys.
-    owner: who may see it besides the operator; None without keys.
-    is_ended: whether the operator ends it.
-    token_latencies: count the seconds between two tokens, for each engine; set by `Observers.begin`.
+    account: the tenant of the key; "" without a keys file.
+    owner: who may see the request besides the operator; None without keys.
+    is_ended: whether the operator has ended the request.
+    token_latencies: a histogram of the seconds between two tokens, for each engine; set by `Observers.begin`.
     """
 
     request_id: str
@@ -115,10 +116,10 @@ class RequestRecord:
     _newest: RequestProgress | None = None
 
     def on_output(self, output: RequestOutput, now: float, engine: int = 0) -> None:
-        """Record an output: a delta, or the only one of its request.
+        """Record an output: a delta, or the only output of its request.
 
         now: the time by time.monotonic.
-        engine: the replica that it comes from.
+        engine: the number of the replica that sent it.
         """
         progress = self._newest
         if progress is None or progress.request_id != output.request_id:
@@ -146,22 +147,22 @@ class RequestRecord:
 
     @property
     def part_of(self) -> str:
-        """The name under which its engine requests take turns with other calls; "" if there is only one."""
+        """The name under which this HTTP request's engine requests take turns with others; "" for one."""
         return self.engine_ids[0] if len(self.engine_ids) > 1 else ""
 
     @property
     def num_prompts(self) -> int:
-        """How many engine requests it makes."""
+        """The number of engine requests."""
         return max(self.num_requests, len(self.progress))
 
     def total(self, count: Callable[[RequestProgress], int | None]) -> int | None:
-        """Return a sum over all its engine requests; None if a summand is unknown."""
+        """Return a sum over all engine requests; None if a summand is unknown."""
         counts = map(count, self.progress.values())
         known = [each for each in counts if each is not None]
         return sum(known) if len(known) == self.num_prompts else None
 
     def on_place(self, request_id: str, engine: int) -> None:
-        """Record which replica computes a request that may have no output yet."""
+        """Record which replica computes an engine request that may have no output yet."""
         self._progress_of(request_id, engine)
 
     def on_result(
@@ -219,9 +220,9 @@ class RequestRecord:
 class Ending:
     """How an HTTP request ended.
 
-    status: the status of its response; CLIENT_GONE if the client disconnected.
-    reason: the reason of the finish, such as "stop", or of the refusal.
-    error: the name of the error's class. Its message may repeat a prompt, and is not kept.
+    status: the status of the response; CLIENT_GONE if the client disconnected.
+    reason: the finish reason, such as "stop", or the reason of the refusal.
+    error: the name of the error's class. The message is not stored, since it may repeat a prompt.
     at: the time of the end, by time.monotonic.
     """
 
@@ -247,13 +248,11 @@ class Observer:
         """Handle a response to a request that has no record, such as GET /health."""
 
     def close(self) -> None:
-        """Send everything that is not sent yet."""
+        """Send everything that has not been sent yet."""
 
 
 class Observers:
-    """Passes each event on to all observers. If an observer raises, the error is logged and the
-    others go on.
-    """
+    """Passes each event to all observers. If one raises, the error is logged and the others still get it."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
@@ -270,11 +269,11 @@ class Observers:
         reason: str | None = None,
         error: BaseException | None = None,
     ) -> None:
-        """Announce the end of a request that began, once.
+        """Announce the end of a request that began. Further calls are ignored.
 
         status: the status of the response; CLIENT_GONE if the client disconnected.
-        reason: by default the finish reason of its first sample, or the reason that the status implies.
-        error: the error that ended it, if any.
+        reason: by default the finish reason of the first sample, or the reason that the status implies.
+        error: the error that ended the request, if any.
         """
         name = None if error is None else type(error).__name__
         ending = Ending(status, reason or _reason(record, status), name, time.monotonic())
@@ -293,7 +292,7 @@ class Observers:
         self._tell(lambda observer: observer.responded(route, status))
 
     def close(self) -> None:
-        """Send everything that is not sent yet."""
+        """Send everything that has not been sent yet."""
         self._tell(lambda observer: observer.close())
 
     def _tell(self, tell: Callable[[Observer], None]) -> None:

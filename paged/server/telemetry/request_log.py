@@ -13,7 +13,7 @@ _lines = logging.getLogger("paged.server.requests")
 
 
 class RequestLog(Observer):
-    """Writes a line when a request ends or is refused. Probes and scrapes get no line."""
+    """Writes a log line when a request ends or is refused, but not for probes and scrapes."""
 
     def end(self, record: RequestRecord, ending: Ending) -> None:
         """Write the line of a request."""
@@ -26,13 +26,13 @@ class RequestLog(Observer):
         _lines.info("refused", extra={"fields": {"id": request_id, **fields} if request_id else fields})
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write buffered lines."""
         for handler in _lines.handlers:
             handler.flush()
 
 
 def set_up_logging(log_format: LogFormat, stream: IO[str] | None = None) -> None:
-    """Write the log in this form: all of it to stderr, or the lines of requests to another stream."""
+    """Write the log in this format to stderr, or the lines of requests to another stream."""
     formatter = formatter_of(log_format)
     handler = log_to_stderr(formatter) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(formatter)
@@ -42,12 +42,12 @@ def set_up_logging(log_format: LogFormat, stream: IO[str] | None = None) -> None
 
 
 def announce(text: str) -> None:
-    """Write a line of the server itself."""
+    """Write a log line of the server itself."""
     _lines.info("%s", text)
 
 
 def fields_of(record: RequestRecord, ending: Ending) -> dict[str, Any]:
-    """Return the fields of a log line: counts and seconds, but no text of a prompt or an answer."""
+    """Return the fields of a request's log line: counts and seconds, but no text of a prompt or answer."""
     progress = [*record.progress.values()]
     fields: dict[str, Any] = {
         "id": record.request_id,

@@ -22,19 +22,19 @@ _FIRST = "num_requests_running"  # the gauge by which the prefix of the names is
 
 
 class ScrapeError(PagedError):
-    """There is no server at the address, or its answer is not the metrics of one."""
+    """No server answers at the address, or its answer is not a server's metrics."""
 
     MAX_LENGTH = 500
 
 
 @dataclass(slots=True)
 class Scrape:
-    """Values of all engines together, by name without the prefix.
+    """The metrics of all engines together, by name without the prefix.
 
-    at: when, by time.monotonic.
+    at: the time of the scrape, by time.monotonic.
     values: gauges and counters, summed over their labels.
-    by_label: gauges and counters by name and the value of one label of their own, such as state or reason.
-    buckets: for each histogram the cumulative counts by upper bound.
+    by_label: gauges and counters, by name and by the value of one of their labels, such as state or reason.
+    buckets: the cumulative counts of each histogram, by upper bound.
     """
 
     at: float
@@ -46,7 +46,7 @@ class Scrape:
 
 
 def metrics_url(url: str) -> str:
-    """Return the address of the metrics. Raises ConfigError unless `url` is one of HTTP.
+    """Return the address of the metrics. Raises ConfigError unless `url` is an HTTP URL.
 
     url: the URL of the server, of its API with /v1, or of the metrics themselves.
     """
@@ -63,7 +63,7 @@ def metrics_url(url: str) -> str:
 
 
 def scrape(url: str, key: str | None = None) -> Scrape:
-    """Fetch the metrics from this address, with a key if one is given. Raises ScrapeError."""
+    """Fetch the metrics from an address, with a key if one is given. Raises ScrapeError."""
     request = Request(url)
     if key is not None:  # not for another server, should this one redirect
         request.add_unredirected_header("authorization", f"Bearer {key}")
@@ -80,7 +80,7 @@ def scrape(url: str, key: str | None = None) -> Scrape:
 
 
 def parse(url: str, body: bytes) -> Scrape:
-    """Read the text format of Prometheus. Raises ScrapeError if it is not that of an engine's server."""
+    """Parse metrics in Prometheus's text format. Raises ScrapeError if an engine server has other ones."""
     try:
         families = [*text_string_to_metric_families(body.decode("utf-8", "replace"))]
     except Exception:  # whatever the parser stumbles on
@@ -101,10 +101,10 @@ def parse(url: str, body: bytes) -> Scrape:
 
 
 def quantile(before: Mapping[float, float], after: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile of the values that a histogram counted between two scrapes; None if there are none.
+    """Return a quantile of the values that a histogram counted between two scrapes; None without values.
 
-    As in Prometheus, values are taken to lie evenly within a bucket; values beyond the last bound count as
-    that bound.
+    As in Prometheus, values are assumed to be evenly distributed within a bucket. Values beyond the last
+    bound count as that bound.
     """
     bounds = sorted(after)
     counts = [after[bound] - before.get(bound, 0.0) for bound in bounds]

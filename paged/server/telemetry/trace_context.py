@@ -27,7 +27,7 @@ class TraceContext:
 
     @classmethod
     def parse(cls, traceparent: str | None, tracestate: str | None = None) -> Self | None:
-        """Parse the two headers; None if there is no valid `traceparent`, as the specification demands."""
+        """Parse the two headers. Return None without a valid `traceparent`, as the specification demands."""
         if traceparent is None or len(traceparent) > MAX_LENGTH:
             return None
         found = _TRACEPARENT.fullmatch(traceparent.strip(" \t"))
@@ -43,5 +43,5 @@ class TraceContext:
 
     @property
     def traceparent(self) -> str:
-        """The header for calls to other services, and for the response."""
+        """The `traceparent` header for calls to other services, and for the response."""
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"

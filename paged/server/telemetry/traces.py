@@ -35,12 +35,12 @@ _PHASES = {
 
 
 class Traces(Observer):
-    """Exports one span per request that began. Refused requests, probes and scrapes have none.
+    """Exports one span for each request that began. Refused requests, probes and scrapes have no span.
 
     endpoint: the collector's URL for traces over HTTP, such as http://localhost:4318/v1/traces.
-    exporter: takes the spans in place of the endpoint.
+    exporter: takes the spans instead of the endpoint.
 
-    Raises ResourceError if the extra is not installed.
+    Raises ResourceError if the required extra is not installed.
     """
 
     def __init__(self, endpoint: str, *, exporter: SpanExporter | None = None) -> None:

@@ -18,7 +18,7 @@ from tests.support.kernel_launches import ATTENTION_CASES, COMMON_CASES, DTYPES,
 # What makes a batch of an upload: numbers that threads load and store one by one, a few KB a step.
 UNPACK = {"unpack", "take_parameters"}
 # Chains over tokens: few columns a thread, so that blocks share a sequence, and numbers of each token.
-CHAINS = {"short_conv", "gated_delta"}
+CHAINS = {"short_conv", "gated_delta", "mamba2_scan"}
 # Products and lookups of weights in codes, whose factors are a few bytes for each output.
 CODED = {"coded_linear", "add_splits", "coded_rows"}
 # Products of adapters, and their slots: numbers of each token.
@@ -51,7 +51,7 @@ def test_what_spills_is_known_and_everything_fits(compiled, target):
 def test_every_kernel_is_compiled(compiled, target):
     kernels = {row["kernel"] for row in compiled[target]}
     rows = {"norm", "activation", "rotary_store_kv", "scale_and_cap", "scale_rows"}
-    rows |= {"short_conv", "gated_delta", "gated_norm", "scale_by_sigmoid"}
+    rows |= {*CHAINS, "gated_norm", "scale_by_sigmoid"}
     known = {"prefill", "decode", "plan", "merge", "copy_blocks", "sum_experts"} | rows
     assert kernels == known | SAMPLING | UNPACK | CODED | EXPERTS | LORA
 
@@ -180,6 +180,7 @@ LEAST_BLOCKS = {
     "copy_blocks": (8, 8),  # 4 KB
     "short_conv": (8, 8),  # of 256 columns, one token after another
     "gated_delta": (4, 4),  # 16 KB of a state in registers, one token after another
+    "mamba2_scan": (4, 4),  # 16 KB of a state in registers, one token after another
     "gated_norm": (8, 8),  # 4 KB
     "add_lora": (2, 2),  # tiles of x and A, and then of B
     "scale_by_sigmoid": (8, 8),  # 4 KB

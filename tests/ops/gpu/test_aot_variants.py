@@ -26,7 +26,7 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_merge_kernel": 1,
         "_rotary_store_kv_kernel": 2,  # and of queries alone
         "_norm_kernel": 8,  # RMS: with residual, without, Gemma 3's, of heads, added, likewise; LayerNorm: 2
-        "_activation_kernel": 6,  # silu, clamped, gelu of one tensor and of two; not gated: exact and by tanh
+        "_activation_kernel": 7,  # silu, clamped, gelu of one tensor and of two; not gated: GELU twice, relu²
         "_route_kernel": 3,  # without groups and with, and for a step that is padded
         "_sort_by_expert_kernel": 1,
         "_sum_experts_kernel": 2,  # with what is shared and without
@@ -34,9 +34,10 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
         "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
-        "_short_conv_kernel": 2,  # gated and not
+        "_short_conv_kernel": 3,  # gated and not, and with a bias
         "_gated_delta_kernel": 1,
-        "_gated_norm_kernel": 1,
+        "_mamba2_scan_kernel": 1,
+        "_gated_norm_kernel": 3,  # before the gate, behind it, and the gate alone
         "_scale_by_sigmoid_kernel": 1,
         "coded_linear_kernel": 2,  # few rows and some
         "add_splits_kernel": 1,

@@ -31,10 +31,10 @@ _KEY = 5
 
 @function
 def multiply_tiles(rows, vectors, c, c_stride, is_first, a, a_stride, b, b_stride, steps):
-    """Compute C += A B with AMX tiles, for an even number of column vectors.
+    """Compute C += A B with AMX tiles, where B has an even number of column vectors.
 
-    The tiles must be configured for these rows. A [rows, steps * KEYS] and B hold pairs of bfloat16.
-    is_first: compute C = A B instead.
+    The tiles must be configured for `rows` rows. A [rows, steps * KEYS] and B hold pairs of bfloat16. If
+    is_first, compute C = A B instead.
     """
     for v in range(0, vectors, 2):
         to = c + v * VECTOR_BYTES
@@ -139,7 +139,7 @@ def _score_keys(scores, places, offset, head_stride, key_stride, queries, column
 
 @function
 def clear_pairs(to, stride, tile, num_vectors):
-    """Zero the rows of V around a key tile's range that products read in pairs: their weights are 0."""
+    """Zero the rows of V that products read in pairs next to a key tile's range. Their weights are 0."""
     for pair in range(tile.skip // KEYS * LANES, tile.skip // 2):
         fill(to + pair * stride, num_vectors, ZERO)
     for pair in range((tile.end + 1) // 2, whole_keys(tile.end) // 2):
@@ -148,7 +148,7 @@ def clear_pairs(to, stride, tile, num_vectors):
 
 @function
 def add_values(outputs, num_vectors, weights, values, value_stride, rows, tile):
-    """Add a key tile's V, multiplied by the weights, to the outputs of some rows."""
+    """Add V of a key tile, multiplied by the weights, to the outputs of some rows."""
     first = tile.skip // KEYS
     c_stride = num_vectors * VECTOR_BYTES
     steps = whole_keys(tile.end) // KEYS - first
@@ -160,9 +160,10 @@ def add_values(outputs, num_vectors, weights, values, value_stride, rows, tile):
 
 @function
 def prepare_in_place(args, unit, scratch):
-    """Write tile configurations for both products, and Qᵀ of every head, before a unit's first key tile.
+    """Before a unit's first key tile, write tile configurations for both products, and Qᵀ of every head.
 
-    At scratch.tile_config: the configurations, one line each; TILE lines for K Qᵀ; Qᵀ.
+    They are written at scratch.tile_config: the configurations, one cache line each; TILE lines of room for K
+    Qᵀ; Qᵀ.
     """
     config = scratch.tile_config
     query = scratch.queries
@@ -182,10 +183,10 @@ def prepare_in_place(args, unit, scratch):
 
 @function
 def attend_in_place(args, unit, scratch, state, tile, prefetch):
-    """Compute attention from the rows of one token to a key tile.
+    """Compute attention between the rows of one query token and a key tile.
 
-    K of bfloat16 is read in the cache; of 8 bits it is widened into scratch memory first. V is copied into
-    scratch memory, one head at a time.
+    K in bfloat16 is read directly from the cache; 8-bit K is first widened into scratch memory. V is copied
+    into scratch memory, one head at a time.
     """
     rows = unit.head_rows
     vectors = state.num_vectors

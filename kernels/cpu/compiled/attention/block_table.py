@@ -10,9 +10,10 @@ from .softmax import ZERO, fill
 
 @function
 def write_addresses(args, seq, tile, to):
-    """Write the addresses of K, and TILE places later those of V, for each token of a key tile.
+    """For each token of a key tile, write the address of K and, TILE entries later, the address of V.
 
-    Where the range starts or ends in the middle of a pair of tokens, its neighbour gets the same address.
+    If the tile's range starts or ends in the middle of a pair of tokens, the other token of the pair gets the
+    same address.
     """
     table = args.block_tables + seq * args.table_stride
     place = tile.skip
@@ -34,9 +35,7 @@ def write_addresses(args, seq, tile, to):
 
 @function
 def write_next_addresses(args, seq, first, end, to):
-    """Write the addresses of K for LANES tokens from `first` on. Tokens behind the end get the address of end
-    - 1.
-    """
+    """Write the addresses of K for LANES tokens from `first` on. Past `end`, repeat the last address."""
     for place in range(LANES):
         token = min(first + place, end - 1)
         number = get_int(args.block_tables + seq * args.table_stride + 4 * (token // args.block_size))
@@ -48,7 +47,7 @@ def write_next_addresses(args, seq, first, end, to):
 def write_block_addresses(args, seq, tile, to):
     """Write the addresses of K for every 16th token of a key tile; block_size is a multiple of 16.
 
-    Groups of 16 outside of the tile's range get the address of the nearest one inside.
+    Groups of 16 tokens outside the tile's range get the address of the nearest group inside it.
     """
     for group in range(TILE // TILE_ROWS):
         inside = max(tile.skip // TILE_ROWS, min(group, (tile.end - 1) // TILE_ROWS))
@@ -60,9 +59,9 @@ def write_block_addresses(args, seq, tile, to):
 
 @function
 def copy_scales(args, unit, tile, to):
-    """Copy the scales of K, and then those of V, of each KV head for the tokens of a key tile.
+    """For each KV head, copy the scales of K and then of V for the tokens of a key tile.
 
-    Places outside of the tile's range become 0, as the weights there are.
+    Entries outside the tile's range become 0, like the weights of these tokens.
     """
     if tile.end - tile.skip < TILE:
         fill(to, unit.num_heads * 2 * TILE // LANES, ZERO)

@@ -98,7 +98,7 @@ def _add_values(args, unit, scratch, state, tile, kind):
 
 @function
 def attend_in_place(args, unit, scratch, state, tile):
-    """Compute attention from the rows of one token to a key tile."""
+    """Compute attention between the rows of one query token and a key tile."""
     in_pairs = unit.arithmetic != BY_FLOATS
     kind = BFLOAT16_PAIRS if in_pairs else args.cache_kind
     write_next_addresses(args, unit.seq, tile.start + TILE, unit.end_key, scratch.more_addresses)

@@ -93,9 +93,7 @@ def _attend_block(args, unit, state, queries, keys, values, value_stride, first,
 
 @function
 def attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch):
-    """Compute attention from a unit's rows to a key tile. Return for how many rows AMX is
-    configured afterwards.
-    """
+    """Compute attention between a unit's rows and a key tile. Return the rows that AMX is configured for."""
     group = args.num_heads // args.num_kv_heads
     rows = unit.head_rows
     width = padded(args.value_dim)

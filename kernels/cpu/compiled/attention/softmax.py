@@ -41,7 +41,7 @@ _LOG2E = np.float32(1.4426950408889634)
 
 
 class KeyTile(NamedTuple):
-    """Up to TILE neighbouring keys of a sequence, from index `skip` to `end`."""
+    """Up to TILE consecutive keys of a sequence, from index `skip` to `end`."""
 
     start: int  # position of the tile's first place, a multiple of TILE
     skip: int
@@ -50,7 +50,7 @@ class KeyTile(NamedTuple):
 
 
 class State(NamedTuple):
-    """The softmax state of some rows: addresses of one number, or of num_vectors vectors, for each row."""
+    """The softmax state of some rows: the addresses of one number, or of num_vectors vectors, per row."""
 
     scores: int  # TILE of each row, which become weights
     maxima: int
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """Prefetches K and V of the next key tile during softmax, when memory is idle."""
+    """Addresses of the next key tile's K and V, to be prefetched during softmax, while memory is idle."""
 
     addresses: int  # of their K, and TILE places further on of their V
     num_tokens: int
@@ -166,7 +166,7 @@ def _exp_row(scores, width, maximum, in_pairs, scales):
 
 @function
 def rows_from(state, row, scores):
-    """Return the state of the rows from `row` on, with another address of scores."""
+    """Return the state of the rows from `row` on, with scores at another address."""
     outputs = state.outputs + row * state.num_vectors * VECTOR_BYTES
     maxima = state.maxima + 4 * row
     normalizers = state.normalizers + 4 * row
@@ -175,7 +175,7 @@ def rows_from(state, row, scores):
 
 @function
 def reset(state, rows):
-    """Initialise the state of rows that have seen no key."""
+    """Initialise the state of rows that have seen no key yet."""
     fill(state.outputs, rows * state.num_vectors, ZERO)
     for row in range(rows):
         set_float(state.maxima + 4 * row, MINUS_INFINITY)
@@ -184,10 +184,12 @@ def reset(state, rows):
 
 @function
 def softmax_step(args, unit, state, first, rows, tile, width, in_pairs, prefetch):
-    """Turn scores into the weights that V is multiplied by, and rescale the outputs so far to match them.
+    """Turn scores into weights for V, and rescale the outputs so far accordingly.
 
-    The rows are those of a unit from `first` on. The first `width` scores of each row become weights.
-    in_pairs: the scores are not multiplied by args.scale yet, and the weights become bfloat16.
+    The rows are a unit's rows from `first` on. The first `width` scores of each row become weights.
+
+    in_pairs: whether the weights become pairs of bfloat16. The scores are then not multiplied by args.scale
+        yet.
     prefetch: a Prefetch or None; each case is compiled separately.
     """
     for i in range(0, rows, LANES):
@@ -283,7 +285,7 @@ def _rescaling(score, maximum):
 
 @function
 def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer, other_outputs, num_vectors):
-    """Merge the softmax over later keys into a row's softmax over the keys before them."""
+    """Merge the softmax over later keys into a row's softmax over earlier keys."""
     score = get_float(maximum)
     weight = get_float(normalizer)
     now = max(score, other_maximum)
@@ -299,9 +301,7 @@ def merge_softmax(maximum, normalizer, outputs, other_maximum, other_normalizer,
 
 @function
 def write_output(args, maximum, normalizer, outputs, out, head):
-    """Divide a row's output by its normalizer and store it. A sink counts as one more weight
-    without a value.
-    """
+    """Divide a row's output by its normalizer and store it. A sink adds one more weight, without a value."""
     if args.sinks:
         sink = get_float(args.sinks + 4 * head)
         now = max(maximum, sink)

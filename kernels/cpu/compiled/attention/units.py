@@ -21,7 +21,7 @@ HAS_WORDS = HAS_PAIRS or CPU_HAS_TILES
 
 
 class Unit(NamedTuple):
-    """Query tokens of one sequence with some of its KV heads, over some of its splits.
+    """Some query tokens of one sequence, with some of its KV heads and some of its splits.
 
     A row is one query head of one token. Rows are ordered by KV head, then token, then query head.
     """
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The addresses in a thread's scratch memory, and strides in bytes."""
+    """Addresses in a thread's scratch memory, and strides in bytes."""
 
     tile_keys: int  # the key tile: a row of K for each token, with the unit's heads side by side
     key_stride: int
@@ -90,7 +90,7 @@ def _reads_in_place(args, arithmetic, rows):
 
 @function
 def read_unit(args, address):
-    """Return the unit whose record in `units` is at this address."""
+    """Return the unit whose record is at this address."""
     seq = get_long(address)
     first_token = get_long(address + 8)
     end_token = get_long(address + 16)
@@ -125,9 +125,7 @@ def read_unit(args, address):
 
 @function
 def lay_out(args, unit, scratch):
-    """Divide scratch memory. Return it with two states of the rows: over all splits so far, and
-    over one split.
-    """
+    """Divide scratch memory. Return it with two states of the rows: over all splits, and over one split."""
     depth = unit.depth
     width = padded(args.value_dim)
     num_rows = unit.num_rows

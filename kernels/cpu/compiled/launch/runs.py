@@ -10,8 +10,6 @@ first_unit = function(tasks.first_unit)
 
 @function
 def take_run(counters, num_units, num_threads):
-    """Claim a run of units. Return its first unit and its end; the first is num_units or more if
-    no run is left.
-    """
+    """Claim a run of units. Return its first unit and its end; without a run left, first >= num_units."""
     run = claim(counters + NEXT_UNIT)
     return first_unit(run, num_units, num_threads), first_unit(run + 1, num_units, num_threads)

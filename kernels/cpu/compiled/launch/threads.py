@@ -61,16 +61,16 @@ def _wake(pool, address, sleepers, most):
 
 @function
 def wait_in_kernel(pool, address, old):
-    """Wait until the number at this address differs from `old`; may return earlier.
+    """Wait until the number at this address differs from `old`. May return earlier.
 
-    After a change of the number, call `changed`.
+    A thread that changes the number must then call `changed`.
     """
     _wait_while(pool, address, old, get_long(pool + WITHIN), pool + WAITING)
 
 
 @function
 def changed(pool, address):
-    """Wake the threads that wait in `wait_in_kernel` for this address."""
+    """Wake the threads that are in `wait_in_kernel` for this address."""
     _wake(pool, address, pool + WAITING, EVERY)
 
 

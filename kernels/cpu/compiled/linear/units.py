@@ -15,7 +15,7 @@ PANELS_AT, SCALES_AT, BIAS_AT, KIND_AT, ENTRY_BYTES = range(0, 40, 8)
 
 
 class Weight(NamedTuple):
-    """The weight of a unit, and the rows of x that are multiplied by it."""
+    """The weight of a unit, and the range of rows of x to multiply by it."""
 
     panels: int
     scales: int
@@ -26,7 +26,7 @@ class Weight(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """An expert, and the number of units before its first one. Without experts there is a single Expert."""
+    """An expert, and the number of units before its first unit. Without experts, a single Expert is used."""
 
     number: int
     first_unit: int
@@ -34,7 +34,7 @@ class Expert(NamedTuple):
 
 @function
 def no_expert():
-    """Return the position at which a search for experts begins."""
+    """Return the Expert from which a search for experts begins."""
     return Expert(0, 0)
 
 
@@ -48,7 +48,7 @@ def _units_of(args, expert, unit_rows, units_across):
 
 @function
 def count_units(args, unit_rows, units_across):
-    """Return the number of units in all."""
+    """Return the total number of units."""
     if args.offsets == 0:
         return args.all_units
     total = 0
@@ -59,7 +59,7 @@ def count_units(args, unit_rows, units_across):
 
 @function
 def find_expert(args, unit, unit_rows, units_across, last):
-    """Return the expert that a unit belongs to, searching from the last result on. The unit must exist."""
+    """Return the expert that an existing unit belongs to, searching from the last result on."""
     number = last.number
     first_unit = last.first_unit
     if args.offsets != 0:
@@ -73,7 +73,7 @@ def find_expert(args, unit, unit_rows, units_across, last):
 
 @function
 def weight_of(args, expert):
-    """Return the weight of an expert and its rows."""
+    """Return the weight of an expert, and its range of rows."""
     if args.offsets == 0:
         return Weight(args.panels, args.scales, args.bias, args.weight_kind, 0, args.num_rows)
     own = args.experts + ENTRY_BYTES * expert.number

@@ -43,7 +43,7 @@ _HALVES = (6, 7)
 
 
 def emit_tile(builder: Any, name: str, *args: Any) -> None:
-    """Call one of LLVM's AMX intrinsics if the CPU has AMX. An int argument is a tile's number."""
+    """Call one of LLVM's AMX intrinsics if the CPU has AMX. An int argument is the number of a tile."""
     if not CPU_HAS_TILES:
         return
     values = [ir.Constant(ir.IntType(8), arg) if isinstance(arg, int) else arg for arg in args]
@@ -52,7 +52,7 @@ def emit_tile(builder: Any, name: str, *args: Any) -> None:
 
 @operation(types.void, types.int64)
 def configure(builder: Any, address: Any) -> None:
-    """Load the tile configuration that `write_settings` has written (LDTILECFG)."""
+    """Load a tile configuration from `write_settings` (LDTILECFG)."""
     emit_tile(builder, "ldtilecfg", emit.byte_pointer(builder, address))
 
 
@@ -63,9 +63,9 @@ def release(builder: Any) -> None:
 
 
 class Block(NamedTuple):
-    """A product of a block of rows and one or two panels: C += A B, or C = A B if `at_first` is not 0.
+    """A product of a block of rows with one or two panels: C += A B, or C = A B if `at_first` is not 0.
 
-    C [panels, 16 groups, PANEL] is float32, A and B hold pairs of bfloat16.
+    C [panels, 16 groups, PANEL] is float32; A and B hold pairs of bfloat16.
     """
 
     c: int
@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
 
 class Supply(NamedTuple):
-    """The source of a block's weights and the addresses to prefetch, with the distances to a second panel."""
+    """Where a block's weights come from and what to prefetch, with the distances to a second panel."""
 
     ahead: int  # address of the memory to prefetch
     pace: int  # bytes of it with each tile of the depth; unpacking has a pace of its own
@@ -242,6 +242,6 @@ def write_settings(settings, first, second):
 
 @function
 def configure_rows(settings, rows, panels=1):
-    """Configure the tiles for `rows` rows: in two groups, or in one group if there are two panels."""
+    """Configure the tiles for `rows` rows: in two groups of rows, or in one group if there are two panels."""
     write_settings(settings, min(rows, TILE_ROWS), rows if panels > 1 else max(rows - TILE_ROWS, 1))
     configure(settings)

@@ -26,15 +26,15 @@ _TOGETHER = 2  # parts of a group that are gone through at a time: with AVX-512 
 
 
 class Bf12(Reader):
-    """bfloat16 in 12 bits: the lower byte, and a code of 4 bits for the upper one.
+    """bfloat16 in 12 bits: the lower byte, and a 4-bit code for the upper byte.
 
-    The numbers of a group are close in magnitude, so they have few signs and exponents: a table of the 16
-    most frequent upper bytes holds nearly all. The rest are exceptions, patched in after unpacking. DFloat11
-    (Zhang et al., 2025) does the same with codes that are shorter and of variable length.
+    The numbers of a group have few different signs and exponents, so a table of the 16 most frequent upper
+    bytes covers nearly all. The others are exceptions, which are patched in after unpacking. DFloat11 (Zhang
+    et al., 2025) does the same with shorter codes of variable length.
 
-    A group's head holds its table, the index of its first exception and the number of exceptions, both int64,
-    and zeros up to HEAD_BYTES. Exceptions lie at `factors`, 4 bytes each: 256 times the offset of the upper
-    byte in the unpacked group, plus the byte.
+    A group's head contains the table, the index of the first exception, the number of exceptions (both
+    int64), and zeros up to HEAD_BYTES. Exceptions lie at `factors`, 4 bytes each: 256 times the offset of the
+    upper byte in the unpacked group, plus the byte.
     """
 
     has_scales = False
@@ -54,9 +54,9 @@ class Bf12(Reader):
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """Call body for the steps of a group; `read` gets the vectors that `plain` would load.
+        """Call body for the steps of a group, with factors from which `read` returns the step's vectors.
 
-        A group with exceptions, which few have, is unpacked to the stack first.
+        The few groups with exceptions are unpacked to the stack first.
         """
         memory = cgutils.alloca_once(builder, ir.ArrayType(emit.I8, 2 * BF12_GROUP))
         memory.align = VECTOR_BYTES
@@ -82,7 +82,7 @@ class Bf12(Reader):
                     body(builder.add(first, loop.index), [emit.load(builder, FLOAT32, v) for v in places])
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
-        """Return the two vectors of a step, whose stored vectors come as factors."""
+        """Return the two vectors of a step from its stored vectors, which are passed as `factors`."""
         return self.plain.made_of(builder, factors)
 
     def _each_part(
@@ -119,7 +119,7 @@ class Bf12(Reader):
         depth: Any,
         ahead: Any = None,
     ) -> None:
-        """Restore the panel in the format of `plain`; see Reader."""
+        """Unpack the panel to the format of `plain`; see Reader."""
         parts = int64(PARTS)
         steps = int64(self.group_steps)
         with cgutils.for_range(builder, builder.sdiv(depth, steps)) as groups:

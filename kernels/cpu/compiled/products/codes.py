@@ -33,10 +33,10 @@ _IS_ARM = llvm.get_default_triple().startswith(("aarch64", "arm64"))
 
 
 class Codes(Reader):
-    """A format of codes. `numbers` loads the numbers that codes stand for.
+    """Reads a panel of codes. `numbers` loads the numbers that the codes stand for.
 
-    `factors` is the address of what `expand_factors` wrote, or that address with the address of one group in
-    it.
+    `factors` is the address of the factors from `expand_factors`, alone or with the address of one group's
+    factors.
     """
 
     has_scales = False
@@ -46,7 +46,7 @@ class Codes(Reader):
         self.in_pairs = pairs
 
     def factors_from(self, builder: Any, factors: Any, step: Any) -> Any:
-        """Return the factors from this step on, which is the first of a group."""
+        """Return the factors from this step on. The step must be the first of a group."""
         group = builder.lshr(step, _group_shift(builder, factors))
         first = builder.add(factors, int64(EXPANDED_HEAD_BYTES))
         return factors, builder.add(first, builder.mul(group, int64(GROUP_BYTES)))
@@ -107,12 +107,12 @@ class Codes(Reader):
         return [emit.narrow(builder, *floats[:2]), emit.narrow(builder, *floats[2:])]
 
     def numbers(self, builder: Any, address: Any, table: Any) -> list[Any]:
-        """Load a step's numbers: two halves of the outputs, or, in pairs, four quarters."""
+        """Load a step's numbers: two halves of the outputs or, if inputs are in pairs, four quarters."""
         raise NotImplementedError
 
 
 class Codes8(Codes):
-    """Codes of 8 bits, which are the numbers themselves."""
+    """Reads 8-bit codes, which are the numbers themselves."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(INT8, pairs=pairs)
@@ -124,7 +124,7 @@ class Codes8(Codes):
 
 
 class E4m3(Codes):
-    """Numbers in e4m3fn, in units of E4M3_UNIT."""
+    """Reads numbers in e4m3fn, in units of E4M3_UNIT."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(FLOAT8, pairs=pairs)
@@ -136,7 +136,7 @@ class E4m3(Codes):
 
 
 def e4m3_numbers(builder: Any, address: Any) -> list[Any]:
-    """Load PANEL numbers of e4m3fn as two vectors, in units of E4M3_UNIT."""
+    """Load PANEL numbers in e4m3fn as two vectors, in units of E4M3_UNIT."""
     stored = builder.load(emit.pointer(builder, ir.VectorType(emit.I8, PANEL), address), align=1)
     halves = emit.e4m3_as_float16(builder, stored)
     parts = (ir.Constant(INTS, [*range(first, first + LANES)]) for first in (0, LANES))
@@ -144,7 +144,7 @@ def e4m3_numbers(builder: Any, address: Any) -> list[Any]:
 
 
 class Codes4(Codes):
-    """Codes of 4 bits, which are looked up in a table. A byte holds the codes of outputs i and i + LANES."""
+    """Reads 4-bit codes by a table. A byte holds the codes of outputs i and i + LANES."""
 
     def __init__(self, *, pairs: bool = False) -> None:
         super().__init__(INT8, pairs=pairs)
@@ -161,11 +161,12 @@ class Codes4(Codes):
 
 
 class Codes4Pairs(Codes4):
-    """Codes of 4 bits in pairs, in an order that takes fewer instructions. The table is rounded to bfloat16.
+    """Reads 4-bit codes of pairs of inputs, stored in an order that needs few instructions. The table is in
+    bfloat16.
 
-    A vector holds PAIR_STEPS steps of a quarter of the outputs. An output has two neighbouring int32, one for
-    each input of a step. Their lower halves have 4 bits for each even step, the first one's lowest, their
-    upper halves 4 bits for each odd step, so that one instruction looks up the numbers of two steps.
+    A vector holds PAIR_STEPS steps for a quarter of the outputs. An output has two adjacent int32, one for
+    each input of a step. Their lower halves hold 4 bits for each even step, lowest first, and their upper
+    halves 4 bits for each odd step, so that one instruction looks up the numbers of two steps.
     """
 
     at_a_time = PAIR_STEPS
@@ -174,7 +175,7 @@ class Codes4Pairs(Codes4):
         super().__init__(pairs=True)
 
     def table(self, builder: Any, head: Any) -> Any:
-        """Load the table as bfloat16, twice: the instruction takes an index of 5 bits."""
+        """Load the table as bfloat16, twice, since the instruction takes a 5-bit index."""
         wide = builder.bitcast(emit.load(builder, FLOAT32, head), INTS)
         narrow = builder.trunc(builder.lshr(wide, emit.constant(16, INTS)), ir.VectorType(_I16, LANES))
         places = [i % LANES for i in range(2 * LANES)]
@@ -183,7 +184,7 @@ class Codes4Pairs(Codes4):
     def some_steps(
         self, builder: Any, place: Any, first: Any, factors: Any, body: Callable[[Any, Any], None]
     ) -> None:
-        """Call body for PAIR_STEPS steps. `read` gets each quarter's numbers together with the factors."""
+        """Call body for PAIR_STEPS steps, with factors that include each quarter's numbers."""
         table, own = factors
         places = [builder.add(place, int64(VECTOR_BYTES * quarter)) for quarter in range(4)]
         codes = [emit.read(builder, 32, quarter) for quarter in places]
@@ -196,7 +197,7 @@ class Codes4Pairs(Codes4):
                 body(builder.add(first, int64(step + i)), (numbers, own))
 
     def numbers(self, builder: Any, address: Any, table: Any) -> list[Any]:  # noqa: ARG002
-        """Return the numbers of a step that `some_steps` has looked up."""
+        """Return the numbers of a step that `some_steps` looked up."""
         found: list[Any] = table
         return found
 
@@ -211,7 +212,7 @@ def _look_up_two(builder: Any, table: Any, codes: Any, first: int) -> Any:
 
 
 def look_up(builder: Any, table: Any, codes: Any, first: int) -> Any:
-    """Look up the 4 bits at position `first` of each int32."""
+    """Look up the 4 bits at bit position `first` of each int32."""
     address, vectors = table
     index = builder.lshr(codes, emit.constant(first, INTS)) if first else codes
     if LANES == TABLE_SIZE:  # the instruction takes the lowest 4 bits

@@ -36,7 +36,7 @@ WRITE, MULTIPLY, ADD = range(3)  # what is done with factors: see _expander
 
 @function
 def has_groups(kind):
-    """Return whether weights of this kind have factors for groups of inputs."""
+    """Return whether weights of this format have factors per group of inputs."""
     return kind >= CODES4
 
 
@@ -142,9 +142,9 @@ def _size(kind):
 
 @function
 def expand_factors(kind, factors, panel, start, steps, most, to):
-    """Expand the factors of some steps of a panel to the form that readers take; see `products.codes`.
+    """Expand the factors of some steps of a panel for readers; see `products.codes`.
 
-    most: the most inputs of a group; larger groups are divided.
+    most: maximum number of inputs of a group; larger groups are divided.
     """
     head = _load_head(factors)
     group = min(head.group, most)

@@ -45,15 +45,16 @@ READERS = {
 
 
 def step_bytes_of(reader: Reader) -> int:
-    """Return how many bytes a step takes in this reader's format."""
+    """Return the number of bytes that a step takes in this reader's format."""
     return next(STEP_BYTES[kind] for kind, own in READERS.items() if own is reader)
 
 
 def for_kinds(make: Callable[[Reader], Any], kinds: list[int], kernel: str = "") -> Any:
-    """Return call(kind, *args), which runs make(reader) of the kind's format.
+    """Return call(kind, *args), which runs the function that make(reader) returned for this kind's format.
 
-    For a format that this CPU lacks instructions for it raises. kernel: that has variants, see
-    `dispatch_for`.
+    `call` raises for a format for which this CPU lacks instructions.
+
+    kernel: the name of a kernel with variants, see `dispatch_for`.
     """
     made = {kind: make(READERS[kind]) if FORMATS[kind].is_supported else missing for kind in kinds}
     return dispatch_for(kernel, made)

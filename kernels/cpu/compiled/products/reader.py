@@ -19,7 +19,7 @@ from ..simd.emit import I32, INTS, VECTOR, int64
 
 
 class Reader:
-    """Reads a panel with one number per output and step, stored as `kind`, and widens it to float32."""
+    """Reads panels with one number per output and step, stored as `kind`, and widens them to float32."""
 
     in_pairs = False
     has_scales = True  # a factor for each output, which products are multiplied by
@@ -34,7 +34,7 @@ class Reader:
         return factors
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
-        """Load what `read` needs once per group."""
+        """Load the factors that `read` needs, once per group."""
         return None
 
     def read(self, builder: Any, address: Any, factors: Any) -> list[Any]:  # noqa: ARG002
@@ -79,10 +79,10 @@ class Reader:
     def unpack(
         self, builder: Any, to: Any, panel: Any, stride: Any, factors: Any, depth: Any, ahead: Any = None
     ) -> None:
-        """Store `depth` steps as two vectors each, one step behind the other.
+        """Store `depth` steps as two vectors each, one step after the other.
 
-        ahead: an address from which the same number of bytes is prefetched, a few with each step, because a
-            core has few line fill buffers.
+        ahead: an address from which the same number of bytes is prefetched. A few are prefetched with each
+            step, because a core has few line fill buffers.
         """
 
         def step(index: Any, own: Any) -> None:
@@ -108,7 +108,7 @@ def store_step(builder: Any, to: Any, index: Any, vectors: list[Any]) -> None:
 
 
 class Bfloat16(Reader):
-    """bfloat16; outputs i and i + LANES share an int32, so that a shift and a mask widen both vectors."""
+    """Reads bfloat16. Outputs i and i + LANES share an int32; a shift and a mask widen both vectors."""
 
     def __init__(self) -> None:
         super().__init__(BFLOAT16)
@@ -118,7 +118,7 @@ class Bfloat16(Reader):
         return self.made_of(builder, [emit.load(builder, FLOAT32, address)])
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:
-        """Convert a step's stored vector, in a register, to two vectors."""
+        """Convert a step's stored vector, which is in a register, to two vectors."""
         both = builder.bitcast(stored[0], INTS)
         first = builder.shl(both, emit.constant(16, INTS))
         second = builder.and_(both, emit.constant(0xFFFF0000, INTS))
@@ -126,7 +126,7 @@ class Bfloat16(Reader):
 
 
 class Bfloat16Pairs(Reader):
-    """Pairs of bfloat16, as the dot-product instructions take them."""
+    """Reads pairs of bfloat16, in the order that dot-product instructions need."""
 
     in_pairs = True
 
@@ -134,16 +134,16 @@ class Bfloat16Pairs(Reader):
         super().__init__(FLOAT32)
 
     def made_of(self, builder: Any, stored: list[Any]) -> list[Any]:  # noqa: ARG002
-        """Return a step's two stored vectors as they are: they need no conversion."""
+        """Return a step's two stored vectors unchanged, since they need no conversion."""
         return stored
 
 
 class Int8Pairs(Reader):
-    """Pairs of int8 from -127 to 127, which become bfloat16.
+    """Reads pairs of int8 from -127 to 127 as bfloat16.
 
-    A byte is a sign and a magnitude. One instruction looks up 64 magnitudes in a table of 128 bytes and gets
-    the lower bytes of their bfloat16; another gets the upper bytes. The stored bytes are in `INT8_ORDER`, so
-    that the halves of interleaved bytes are the two vectors.
+    A byte holds a sign and a magnitude. One instruction looks up 64 magnitudes in a table of 128 bytes and
+    returns the lower bytes of their bfloat16; a second one returns the upper bytes. Bytes are stored in
+    `INT8_ORDER`, so that interleaving lower and upper bytes gives the two vectors.
     """
 
     in_pairs = True
@@ -172,9 +172,7 @@ def _look_up_magnitudes(builder: Any, table: list[int], codes: Any) -> Any:
 
 
 def interleave(builder: Any, lower: Any, upper: Any) -> list[Any]:
-    """Interleave lower and upper bytes. Return two vectors: one of the first 8 of each 16 bytes, and
-    one of the last 8.
-    """
+    """Interleave lower and upper bytes. Return two vectors: of the first and last 8 of each 16 bytes."""
     width = lower.type.count
     vectors = []
     for half in (0, 8):

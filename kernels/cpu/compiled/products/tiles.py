@@ -80,7 +80,7 @@ def _register_tile(rows: int, vectors: int, *, pairs: bool) -> Any:
 
 
 class PanelArgs(NamedTuple):
-    """The arguments that all register tiles of a panel's product share: see `_panel_tile`."""
+    """The arguments that all register tiles of a panel's product share; see `_panel_tile`."""
 
     c_stride: int
     to_stride: int

@@ -16,7 +16,7 @@ from .row_kernel import by_kind, rows_of_unit
 
 @inlined
 def gelu_by_tanh(x):
-    """Return x / 2 (1 + tanh z): (1 + tanh z) / 2 is the sigmoid of 2 z."""
+    """Return x / 2 (1 + tanh z). (1 + tanh z) / 2 is the sigmoid of 2 z."""
     # 2 sqrt(2 / pi), and that times 0.044715.
     linear = splat(np.float32(1.5957691216057308))
     cubic = splat(np.float32(0.07135481627159256))

@@ -13,7 +13,7 @@ from ..simd.vectors import function, greater, splat, total, where_greater, where
 def first_highest(top, block, scratch):
     """Return the highest value of all lanes and the first position at which it occurs.
 
-    block: the index of the vector that each lane's value comes from.
+    block: for each lane, the index of the vector that the lane's value comes from.
     """
     store(scratch, top)
     store(scratch + VECTOR_BYTES, block)

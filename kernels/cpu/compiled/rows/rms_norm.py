@@ -14,7 +14,7 @@ from .row_kernel import by_kind, rows_of_unit
 
 
 def make_normalize(kind: int) -> Any:
-    """Compile normalize(...) for a kind of number."""
+    """Compile normalize(...) for one kind (dtype)."""
     size_of = ITEM_SIZES[kind]
     (load, store) = some_of(kind)
 

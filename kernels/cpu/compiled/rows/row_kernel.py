@@ -13,7 +13,7 @@ def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:
 
     Each function is compiled for one kind (dtype), so that inner loops do not branch on it.
 
-    kernel: the name of a kernel with variants; only the kinds that it is compiled with here are made.
+    kernel: the name of a kernel with variants; only the kinds with which it is compiled here are made.
     """
     kinds = FLOAT32, FLOAT16, BFLOAT16
     made = {kind: make(kind) for kind in among(kernel, dict.fromkeys(kinds))}
@@ -32,7 +32,7 @@ def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:
 
 
 def by_kind_with(make: Callable[[int], Any]) -> Any:
-    """Turn make(kind), which makes f(args, unit, scratch) for one kind, into such an f for any args.kind."""
+    """Turn make(kind), which makes f(args, unit, scratch) for one kind, into an f for any args.kind."""
     of_floats, of_halves, of_bfloats = map(make, (FLOAT32, FLOAT16, BFLOAT16))
 
     @function

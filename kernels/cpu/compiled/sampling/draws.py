@@ -47,7 +47,7 @@ def _arrival(bits, n, weight, best):
 
 @function
 def race(weights, count, bits, first):
-    """Draw an index of f32[count] with a probability in proportion to its weight; 0 if all are 0."""
+    """Draw an index of f32[count] with probabilities proportional to the weights; 0 if all weights are 0."""
     best = np.inf
     winner = 0
     for i in range(count):
@@ -60,7 +60,10 @@ def race(weights, count, bits, first):
 
 @function
 def draw_from_few(x, size, top, bound, asked, bits, scratch):
-    """Draw from the logits at or above the bound, in float64. scratch: 16 bytes for each logit of the row."""
+    """Draw from the logits at or above the bound, in float64.
+
+    scratch: the address of 16 bytes for each logit of the row.
+    """
     temperature, typical_p, top_k, top_p = asked
     keys = scratch
     weights = scratch + 8 * size

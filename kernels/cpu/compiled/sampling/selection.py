@@ -54,7 +54,8 @@ _INDEX = 0xFFFFFFFF  # the bits of a key that are an index
 def column_maxima(x, size, width, columns):
     """Write the maxima of a row's columns, padded by -inf; NaN is ignored.
 
-    Return the highest, and the address of the maxima: `columns`, or right behind, where as many fit.
+    Return the highest maximum, and the address of the maxima: `columns`, or the memory right after them,
+    which must be as large.
     """
     to = columns + 4 * padded(width)
     for at in range(0, width, LANES):
@@ -74,7 +75,7 @@ def column_maxima(x, size, width, columns):
 
 @function
 def count_above(numbers, size, bound, equals):
-    """Count the numbers of a row above the bound; with `equals`, those at it too. Exact up to 2^24."""
+    """Count the numbers of a row above the bound; with `equals`, also those at it. Exact up to 2^24."""
     count = splat(np.float32(0.0))
     one = splat(np.float32(1.0))
     zero = splat(np.float32(0.0))
@@ -88,7 +89,7 @@ def count_above(numbers, size, bound, equals):
 
 @function
 def threshold_for(numbers, size, k):
-    """Return a number that is at most the k-th largest, such that few more than k numbers reach it."""
+    """Return a number that is at most the k-th largest, and that few more than k numbers reach."""
     low = _MINUS_INFINITY
     high = _NAN
     count = size
@@ -105,13 +106,13 @@ def threshold_for(numbers, size, k):
 
 @function
 def float_at_rank(number):
-    """Return the float32 of a rank in ascending order: -0x7F800001 is -inf, 0 is 0, 0x7F800000 is inf."""
+    """Return the float32 with a rank in ascending order: -0x7F800001 is -inf, 0 is 0, 0x7F800000 is inf."""
     return float_of(np.int32(number if number >= 0 else number ^ 0x7FFFFFFF))
 
 
 @function
 def collect_keys(x, size, bound, keys):
-    """Write a sort key for each number at or above the bound. Return how many there are."""
+    """Write a sort key for each number at or above the bound. Return the number of keys."""
     count = 0
     for i in range(0, size, LANES):
         found = lanes_from(load_up_to(x + 4 * i, size - i, NAN), splat(bound))
@@ -138,7 +139,7 @@ def _key(x, place):
 
 @function
 def index_of(key):
-    """Return the index of the number that a key stands for."""
+    """Return the index of the number that a sort key belongs to."""
     return key & _INDEX
 
 
@@ -161,7 +162,7 @@ def sort(keys, count):
 
 @function
 def distances(x, centre):
-    """Return the distances of a vector's numbers from the centre."""
+    """Return the distance of each lane from the centre."""
     return greater(subtract(x, splat(centre)), subtract(splat(centre), x))
 
 

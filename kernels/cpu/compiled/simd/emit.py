@@ -74,7 +74,7 @@ def call(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
 
 
 def splat(builder: Any, x: Any) -> Any:
-    """Return x in every lane."""
+    """Return a vector with x in every lane."""
     first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), x, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, ir.Constant(INTS, [0] * LANES))
 
@@ -103,7 +103,7 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 def dot(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """Add to each lane of z the dot product of the two bfloat16 in x and in y (VDPBF16PS).
 
-    Subnormal numbers count as 0, whatever the thread's floating-point settings.
+    Subnormal numbers count as 0, regardless of the thread's floating-point settings.
     """
     pairs = ir.VectorType(_BFLOAT, 2 * LANES)
     factors = builder.bitcast(x, pairs), builder.bitcast(y, pairs)
@@ -134,7 +134,7 @@ def gated_by(builder: Any, x: Any, gate: Any) -> Any:
 
 
 def gelu(builder: Any, x: Any) -> Any:
-    """Return x Φ(x), Φ being the normal distribution function."""
+    """Return x Φ(x), where Φ is the normal distribution function."""
     size = call(builder, f"llvm.fabs.v{LANES}f32", VECTOR, x)
     tail = exp2(builder, _polynomial(builder, size, _LOG2_TAIL))
     is_above = builder.fcmp_ordered(">", x, constant(0.0))
@@ -156,10 +156,12 @@ _LOG2_TAIL = (-1.0, -1.15110767, -0.459182769, -0.0525846146, 0.00720532704, -0.
 
 
 def power_of_two(builder: Any, number: Any, x: Any) -> Any:
-    """Return 2^x. number: x clamped to -127 to 128; any number in that range where x is NaN.
+    """Return 2^x.
 
-    Numbers as large as _NEAREST are integers, so adding it rounds to the nearest integer, and leaves the
-    exponent of the result in the lowest bits.
+    number: x clamped to the range -127 to 128; any number in that range where x is NaN.
+
+    Float32 numbers as large as _NEAREST are integers, so adding _NEAREST rounds to the nearest integer and
+    puts the result's exponent into the lowest bits.
     """
     shifted = builder.fadd(number, constant(_NEAREST))
     rest = builder.fsub(x, builder.fsub(shifted, constant(_NEAREST)))
@@ -189,7 +191,7 @@ def _first_lanes(builder: Any, count: Any) -> Any:
 def read(builder: Any, bits: int, address: Any, count: Any = None, other: Any = None) -> Any:
     """Load LANES integers of `bits` bits.
 
-    count: load only the first `count` lanes; the other lanes are `other` or 0.
+    count: load only the first `count` lanes. The other lanes come from `other`, or are 0.
     """
     integers = ir.VectorType(ir.IntType(bits), LANES)
     place = pointer(builder, integers, address)
@@ -218,7 +220,7 @@ def _write(builder: Any, bits: int, address: Any, integers: Any, count: Any = No
 def load(builder: Any, kind: int, address: Any, count: Any = None) -> Any:
     """Load LANES numbers stored as `kind`.
 
-    count: load only the first `count` lanes; the other lanes are 0.
+    count: load only the first `count` lanes. The other lanes are 0.
     """
     return to_float32(builder, kind, read(builder, 8 * ITEM_SIZES[kind], address, count))
 
@@ -237,10 +239,10 @@ def to_float32(builder: Any, kind: int, stored: Any) -> Any:
 
 
 def e4m3_as_float16(builder: Any, stored: Any) -> Any:
-    """Widen numbers of e4m3fn to float16, in units of 2^-8.
+    """Widen e4m3fn numbers to float16, in units of 2^-8.
 
-    Their bits, shifted to those of float16, are the number in this unit, also if it is subnormal. As a
-    subnormal float32 it would take a CPU a hundred times as long.
+    The shifted bits are the float16 of the number in this unit, also for subnormal numbers. Widened to a
+    subnormal float32, they would take a CPU a hundred times as long.
     """
     bits = ir.VectorType(ir.IntType(16), stored.type.count)
     # The sign bit is copied to the bit beside it, which is the exponent's highest.
@@ -250,9 +252,7 @@ def e4m3_as_float16(builder: Any, stored: Any) -> Any:
 
 
 def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
-    """Load LANES numbers from each of two addresses as pairs of bfloat16, which must represent
-    them exactly.
-    """
+    """Load LANES numbers from each of two addresses as pairs of bfloat16. bfloat16 must hold them exactly."""
     if kind != BFLOAT16:
         return pairs(builder, *(load(builder, kind, place) for place in (first, second)))
     rows = [read(builder, 16, place, None) for place in (first, second)]
@@ -262,14 +262,14 @@ def load_pairs(builder: Any, kind: int, first: Any, second: Any) -> Any:
 
 
 def pairs(builder: Any, x: Any, y: Any) -> Any:
-    """Make pairs of bfloat16, one of x and one of y each; bfloat16 must hold them exactly."""
+    """Make pairs of bfloat16, each of a lane of x and a lane of y. bfloat16 must hold the numbers exactly."""
     low = builder.bitcast(x, INTS)
     high = builder.bitcast(y, INTS)
     return builder.bitcast(builder.or_(builder.lshr(low, constant(16, INTS)), high), VECTOR)
 
 
 def store(builder: Any, kind: int, address: Any, x: Any, count: Any = None) -> None:
-    """Store numbers rounded to `kind`, ties to even (INT8: ties up).
+    """Store numbers rounded to `kind`. Ties round to even, for INT8 up.
 
     count: store only the first `count` lanes.
     """
@@ -342,8 +342,10 @@ def transpose(builder: Any, rows: list[Any]) -> list[Any]:
 def prefetch(builder: Any, address: Any, *, write: bool = False, near: bool = False) -> None:
     """Prefetch a cache line for reading or writing. Invalid addresses are ignored.
 
-    Lines for reading go to the L2 cache. Prefetching to the L1 would take the core's few line fill buffers,
-    which current loads need. near: prefetch to the L1 all the same.
+    Lines for reading go to the L2 cache, because prefetching to the L1 would use the core's few line fill
+    buffers, which current loads need.
+
+    near: whether to prefetch to the L1 nevertheless.
     """
     how = [ir.Constant(I32, n) for n in (int(write), 3 if write or near else 2, 1)]
     call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer(builder, I8, address), *how)

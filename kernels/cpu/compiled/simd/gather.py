@@ -50,9 +50,7 @@ copy_rows = dispatch_for(ATTENTION_KERNEL, _COPIERS)
 
 @function
 def copy_words(to, source, words):
-    """Copy words of 4 bytes, at least LANES of them. If they do not fill whole vectors, the last vector
-    overlaps the one before.
-    """
+    """Copy at least LANES words of 4 bytes. The last vector may overlap the one before it."""
     for column in range(0, words, LANES):
         d = 4 * min(column, words - LANES)
         store(to + d, load(source + d))
@@ -131,7 +129,7 @@ pair_rows = dispatch({kind: _pairer(kind) for kind in _IN_PAIRS})
 def copy_row(to_kind, to, from_kind, source, columns, factor):
     """Store factor times a row of at least LANES numbers.
 
-    If its length is no multiple of LANES, the last vector overlaps the one before.
+    If the length is not a multiple of LANES, the last vector overlaps the one before it.
     """
     times = splat(factor)
     for column in range(0, columns, LANES):
@@ -167,7 +165,7 @@ def _rows_at(builder: Any, address: Any) -> list[Any]:
 
 @operation(vector, types.int64)
 def highest_of_rows(builder: Any, address: Any) -> Any:
-    """Return the greatest lane of each of LANES vectors. The result may be NaN if a lane is."""
+    """Return the greatest lane of each of LANES vectors. If a lane is NaN, the result may be NaN."""
 
     def greater(x: Any, y: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", x, y), x, y)

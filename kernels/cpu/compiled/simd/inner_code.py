@@ -77,7 +77,7 @@ class InnerCompiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler for functions that kernels call."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return numba's passes without the generation of machine code."""
+        """Return numba's passes without machine code generation."""
         state = self.state
         state.library = _Inner(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
@@ -91,9 +91,7 @@ class KernelCompiler(CompilerBase):  # type: ignore[misc]
     """numba's compiler for kernels."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return numba's passes, which end by generating machine code for the kernel and all
-        functions it calls.
-        """
+        """Return numba's passes, which end by generating machine code for the kernel with all its calls."""
         state = self.state
         state.library = _Outer(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()

@@ -53,7 +53,7 @@ STORERS = [_storers(kind) for kind in range(5)]
 
 
 def some_of(kind: int) -> tuple[Any, Any]:
-    """Return load(address, count) and store(address, x, count) for a kind of number.
+    """Return load(address, count) and store(address, x, count) for one kind of number.
 
     Both access LANES numbers, or only the first `count` if that is fewer.
     """
@@ -143,14 +143,14 @@ def address_of(builder: Any, pointer: Any) -> Any:
 def claim(builder: Any, address: Any) -> Any:
     """Atomically increment the int64 at an address. Return its old value, which no other thread gets.
 
-    A thread that reads the new value with `claim` or `seen` also sees all earlier writes.
+    A thread that reads the new value with `claim` or `seen` also sees all writes before it.
     """
     return builder.atomic_rmw("add", emit.pointer(builder, I64, address), int64(1), "seq_cst")
 
 
 @operation(types.void, types.int64)
 def release(builder: Any, address: Any) -> None:
-    """Atomically decrement the int64 at an address; the counterpart of `claim`."""
+    """Atomically decrement the int64 at an address. The counterpart of `claim`."""
     builder.atomic_rmw("sub", emit.pointer(builder, I64, address), int64(1), "seq_cst")
 
 
@@ -169,7 +169,10 @@ def call(builder: Any, function_address: Any, argument: Any) -> Any:
 
 @operation(types.void, types.int64, types.int64, types.int64, types.int64, types.int64)
 def system_call(builder: Any, syscall: Any, number: Any, first: Any, second: Any, third: Any) -> Any:
-    """Make a system call with three arguments and zeros; syscall is the address of the C function."""
+    """Make a system call with three arguments, followed by zeros.
+
+    syscall: the address of the C function syscall.
+    """
     kind = ir.FunctionType(I64, [I64] * 7)
     args = [number, first, second, third, *[int64(0)] * 3]
     builder.call(builder.inttoptr(syscall, kind.as_pointer()), args)
@@ -177,14 +180,14 @@ def system_call(builder: Any, syscall: Any, number: Any, first: Any, second: Any
 
 @operation(types.void)
 def pause(builder: Any) -> Any:
-    """Pause briefly (PAUSE), to leave the core to a thread that shares it."""
+    """Pause briefly (PAUSE), so that another thread on the same core can run."""
     if llvm.get_default_triple().startswith("x86_64"):
         emit.call(builder, "llvm.x86.sse2.pause", ir.VoidType())
 
 
 @function
 def load_up_to(address, count, other):
-    """Load LANES float32; beyond the first `count`, take the lanes of `other`."""
+    """Load LANES float32. Lanes beyond the first `count` come from `other`."""
     return load(address) if count >= LANES else _load_first(address, count, other)
 
 
@@ -202,7 +205,7 @@ store_as, _store_first_as = (dispatch({kind: STORERS[kind][i] for kind in _ORDER
 
 @function
 def load_some_as(kind, address, count):
-    """Load LANES numbers of this kind; beyond the first `count`, the lanes are 0."""
+    """Load LANES numbers of this kind. Lanes beyond the first `count` are 0."""
     return load_as(kind, address) if count >= LANES else _load_first_as(kind, address, count)
 
 

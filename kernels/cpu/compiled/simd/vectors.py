@@ -37,12 +37,12 @@ _OTHERS = 1000  # stands for all kinds that a variant is not compiled for
 
 @function
 def missing(*_args):
-    """Stand in for a function that needs missing CPU instructions."""
+    """Take the place of a function that needs CPU instructions which are missing."""
     raise NotImplementedError("this CPU lacks the instructions for a kernel that was called")
 
 
 def dispatch(functions: dict[int, Any]) -> Any:
-    """Return call(kind, *args), which calls the kind's function. The last function serves all other kinds."""
+    """Return call(kind, *args), which calls the kind's function; the last function serves all other kinds."""
     # One flat function: of functions that call each other LLVM makes slower code.
     *kinds, last = functions
     lines = [f" if kind == {kind}:\n  return _{kind}(*args)" for kind in kinds]
@@ -52,7 +52,7 @@ def dispatch(functions: dict[int, Any]) -> Any:
 
 
 def dispatch_for(kernel: str, functions: dict[int, Any]) -> Any:
-    """Do as `dispatch`, with the kinds that a kernel is compiled for; any other raises."""
+    """Do the same as `dispatch`, for the kinds with which a kernel is compiled. Other kinds raise."""
     own = among(kernel, functions)
     return dispatch(own if len(own) == len(functions) else {**own, _OTHERS: missing})
 
@@ -75,7 +75,7 @@ padded = function(target.padded)
 
 @operation(vector, types.float32)
 def splat(builder: Any, x: Any) -> Any:
-    """Return x in every lane."""
+    """Return a vector with x in every lane."""
     return emit.splat(builder, x)
 
 
@@ -117,7 +117,7 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 @operation(vector, vector, vector)
 def greater(builder: Any, x: Any, y: Any) -> Any:
-    """Return the greater of both; y where x is NaN."""
+    """Return the greater of x and y; y where x is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
@@ -148,7 +148,7 @@ def lanes_from(builder: Any, x: Any, y: Any) -> Any:
 
 @operation(vector, types.int64, vector, vector)
 def where_bits(builder: Any, bits: Any, yes: Any, no: Any) -> Any:
-    """Return `yes` where a lane's bit is set, the first lane's being the lowest, else `no`."""
+    """Return `yes` where a lane's bit is set, else `no`. The first lane's bit is the lowest."""
     lanes = builder.trunc(bits, ir.IntType(LANES))
     return builder.select(builder.bitcast(lanes, ir.VectorType(ir.IntType(1), LANES)), yes, no)
 
@@ -167,7 +167,7 @@ def first_lane(builder: Any, x: Any) -> Any:
 
 @operation(types.float32, vector)
 def total(builder: Any, x: Any) -> Any:
-    """Add up all lanes, by halves: always in the same order."""
+    """Add up all lanes, by halves and thus always in the same order."""
     width = LANES
     while width > 1:
         width //= 2
@@ -178,7 +178,7 @@ def total(builder: Any, x: Any) -> Any:
 
 @operation(vector, vector)
 def exp2(builder: Any, x: Any) -> Any:
-    """Return 2^x to a unit in the last place: 0 below -126.5, infinity from 127.5 on, NaN for NaN.
+    """Return 2^x, accurate to a unit in the last place: 0 below -126.5, infinity from 127.5 on, NaN for NaN.
 
     2^x = 2^n 2^f with n the nearest integer, and 2^f by a polynomial.
     """
@@ -199,13 +199,13 @@ def gated_by(builder: Any, x: Any, gate: Any) -> Any:
 
 @operation(vector, vector)
 def gelu(builder: Any, x: Any) -> Any:
-    """Return x Φ(x), Φ being the normal distribution function."""
+    """Return x Φ(x), where Φ is the normal distribution function."""
     return emit.gelu(builder, x)
 
 
 @operation(vector, vector)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
-    """Return 2^x of -127 to 0, in fewer instructions than `exp2`."""
+    """Return 2^x for x from -127 to 0, with fewer instructions than `exp2`."""
     return emit.power_of_two(builder, x, x)
 
 

@@ -1,0 +1,58 @@
+"""The sizes of CUDA graphs, and the memory that they take, before any is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..kernels.backend import Kernels
+from ..options.config import EngineConfig
+from .sizes import Sizes
+
+# Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
+SIZE_STEP = 8
+# For graphs that are captured when a step first needs them, beside the logits for what they end with.
+RESERVE = 128 * 2**20
+# What a driver keeps of each launch of a graph. An assumption, for GPUs that are not there.
+LAUNCH_BYTES = 12 * 1024
+LAUNCHES_OF_LAYER = 10
+# Graphs of a size: greedy and drawn, for contexts of one split and for longer ones.
+GRAPHS_OF_SIZE = 4
+
+
+def capture_sizes(config: EngineConfig) -> list[int]:
+    """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
+    most = config.num_seats
+    if config.cudagraph_capture_sizes is not None:
+        return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
+    most = min(most, config.max_cudagraph_capture_size or most)
+    return sorted({size for size in (1, 2, 4, *range(SIZE_STEP, most, SIZE_STEP), most) if size <= most})
+
+
+def most_graph_tokens(sizes: Sequence[int], max_run: int, capacity: int) -> int:
+    """Return the most tokens of a graph.
+
+    sizes: numbers of rows. max_run, capacity: the most tokens of a row, and of all rows with several.
+    """
+    return max([sizes[-1], *(size * max_run for size in sizes if size * max_run <= capacity)])
+
+
+def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
+    """Return the numbers of rows that an engine of these sizes will capture: none if it has no graphs."""
+    has_graphs = (
+        sizes.device == "cuda"
+        and not sizes.config.enforce_eager
+        and sizes.part is None
+        and kernels.unpack_step is not None
+    )
+    return capture_sizes(sizes.config) if has_graphs else []
+
+
+def planned_bytes(sizes: Sizes, captured: Sequence[int], num_activations: int) -> int:
+    """Return the bytes that graphs will take, those that are captured later included.
+
+    captured: from `planned_sizes`, one at least. num_activations: the bytes of a step of the largest one.
+    """
+    num_tokens = most_graph_tokens(captured, sizes.max_run, sizes.config.num_seats)
+    num_launches = LAUNCHES_OF_LAYER * len(sizes.model.layers)
+    launches = GRAPHS_OF_SIZE * len(captured) * num_launches * LAUNCH_BYTES
+    return num_activations + launches + RESERVE + 4 * num_tokens * sizes.model.vocab_size
