@@ -35,13 +35,7 @@ from .base.errors import (
 )
 from .base.missing_names import MissingNames as _MissingNames
 from .options.config import EngineConfig
-from .options.sampling_params import (
-    BeamSearchParams,
-    PoolingParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from .options.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from .requests.request import (
     CompletionOutput,
     Logprob,
@@ -59,6 +53,7 @@ if TYPE_CHECKING:
     from .engine.engine import LLMEngine
     from .engine.scoring import ScoreOutput
     from .options.lora_request import LoRARequest
+    from .options.other_calls import BeamSearchParams, PoolingParams
 
     LLM = LLMEngine
     AsyncLLM = AsyncLLMEngine
@@ -113,11 +108,12 @@ __all__ = [
 ]
 
 
-# Modules of the names that import torch, which takes seconds. They are imported on first use, so that
-# `paged --help` and the message of a mistyped option appear at once.
+# Modules of the names that are imported on first use. Most import torch, which takes seconds, and
+# `paged --help` and the message of a mistyped option must appear at once.
 _MODULES = {
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "engine.beam_search",
+    "BeamSearchParams": "options.other_calls",
     "BeamSearchSequence": "engine.beam_search",
     "EmbeddingOutput": "engine.embedding",
     "EmbeddingRequestOutput": "engine.embedding",
@@ -125,6 +121,7 @@ _MODULES = {
     "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
     "LoRARequest": "options.lora_request",
+    "PoolingParams": "options.other_calls",
     "ScoreOutput": "engine.scoring",
 }
 

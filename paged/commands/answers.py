@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..options.lora_request import LoRARequest
     from ..requests.request import CompletionOutput, Prompt
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatAnswer(NamedTuple):

@@ -85,6 +85,7 @@ class _Step(NamedTuple):
     seats: Sent | None  # where states are
     adapters: StepAdapters | None
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
+    rope_offsets: Sent | None = None  # of each token
 
 
 class SeatedBatches:
@@ -206,6 +207,11 @@ class SeatedBatches:
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             adapters=put_adapters(plan, upload) if plan.adapters else None,
             last_tokens=last_tokens,
+            rope_offsets=(
+                upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
+                if plan.rope_offsets
+                else None
+            ),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -229,6 +235,8 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        if step.rope_offsets is not None:
+            batch.positions = batch.positions + step.rope_offsets.tensor
         if step.adapters is not None:
             batch.adapters, batch.output_adapters = step.adapters.tensors()
         return batch
