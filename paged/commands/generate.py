@@ -157,9 +157,8 @@ def _stream(
     lora_request: LoRARequest | None,
 ) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request(
-        "0", _with_images(engine, prompt, images) if images else prompt, params, lora_request=lora_request
-    )
+    given = _with_images(engine, prompt, images) if images else prompt
+    engine.add_request("0", given, params, lora_request=lora_request)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():

@@ -13,7 +13,7 @@ from ..architectures.config import TensorNames
 from ..base.errors import CheckpointError, ConfigError
 from ..checkpoints.lora_adapter import LoraAdapter
 from ..checkpoints.stored import StoredRows
-from ..kernels.backend import Kernels
+from ..kernels.operations import Kernels
 from .decoder import Decoder
 from .layers.attention import Attention
 from .layers.linear import Linear

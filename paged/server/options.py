@@ -306,6 +306,7 @@ class ServeOptions:
         """Raise ConfigError for an option that goes with one model alone."""
         given = {
             "served_model_name": self.served_model_name,
+            "lora_modules": self.lora_modules,
             "ray": self.ray is not None,
             "replicas": self.replicas > 1,
         }
