@@ -334,6 +334,30 @@ class Rules(KernelCall):
             check_eps(self["eps"])
         self.tensor("gate", (len(x), x.shape[1] * x.shape[2]), x.dtype)
 
+    def add_lora(self) -> None:
+        x = self.rows("x")
+        num_tokens, in_features = x.shape
+        out = self.tensor("out", (num_tokens, None), x.dtype, written=True)
+        size = out.shape[1]
+        a = self.tensor("a", (None, None, None, in_features), x.dtype, contiguous=True)
+        num_slots, num_parts, max_rank, _ = a.shape
+        sizes = {"num_slots": num_slots, "num_parts": num_parts, "max_rank": max_rank, "size": size}
+        for name, value in {**sizes, "in_features": in_features}.items():
+            check_positive(name, value)
+        self.tensor("b", (num_slots, max_rank, size), x.dtype, contiguous=True)
+        ranks = self.tensor("ranks", (num_slots, num_parts), torch.int32, contiguous=True)
+        columns = self.tensor("columns", (None, 3), torch.int32, contiguous=True)
+        slots = self.tensor("slots", (num_tokens,), torch.int32, contiguous=True)
+        if self.reads_contents:
+            check_range("ranks", ranks, 0, max_rank)
+            check_range("slots", slots, -1, num_slots - 1)
+            for first, end, part in columns.tolist():
+                if not (0 <= first < end <= size and 0 <= part < num_parts):
+                    raise ValueError(
+                        f"columns must be ranges of {size} columns and one of {num_parts} parts, got "
+                        f"{[first, end, part]}"
+                    )
+
     def short_conv(self) -> None:
         x = self.rows("x")
         check_flag("gated", self["gated"])

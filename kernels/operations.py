@@ -223,6 +223,18 @@ class Kernels(Protocol):
         limits: tuple[float, float],
     ) -> Tensor: ...
 
+    def add_lora(
+        self,
+        x: Tensor,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        ranks: Tensor,
+        columns: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Add what adapters make of x. The launch depends on shapes alone, not on ranks or slots."""
+
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
 
     def plan_attention(

@@ -566,6 +566,31 @@ def mamba2_scan(
     return out.to(dtype)
 
 
+def add_lora(
+    x: Tensor,  # [num_tokens, in_features]
+    out: Tensor,  # [num_tokens, size], changed in place
+    a: Tensor,  # [num_slots, num_parts, max_rank, in_features], like x
+    b: Tensor,  # [num_slots, max_rank, size], like x: transposed, and scaled
+    ranks: Tensor,  # i32[num_slots, num_parts], at most max_rank; 0: the slot has no such part
+    columns: Tensor,  # i32[num_ranges, 3]: first column of out, end, and the part that makes them
+    slots: Tensor,  # i32[num_tokens]; -1: no adapter
+) -> None:
+    """Add x Aᵀ Bᵀ of each token's LoRA adapter to its row of `out` (Hu et al. 2021).
+
+    x Aᵀ is in float32; the sum is rounded once. Rows without an adapter stay as they are.
+    """
+    for slot in range(len(a)):
+        rows = (slots == slot).nonzero().flatten()
+        if not len(rows):
+            continue
+        for first, end, part in columns.tolist():
+            rank = int(ranks[slot, part])
+            if rank:
+                inner = upcast(x[rows]) @ upcast(a[slot, part, :rank]).T
+                added = inner @ upcast(b[slot, :rank, first:end])
+                out[rows, first:end] = (upcast(out[rows, first:end]) + added).to(out.dtype)
+
+
 def copy_blocks(
     cache: Tensor,  # [num_planes, num_blocks, block_size, num_kv_heads, head_dim], written in place
     pairs: Tensor,  # i64[num_pairs, 2], (from, to)

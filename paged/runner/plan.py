@@ -60,6 +60,8 @@ class ComputedPart:
     rope_offsets: how much the rotation of each row's tokens differs from their positions; None if none does.
     grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
         number.
+    adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
+    adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -85,6 +87,8 @@ class ComputedPart:
     last_keys: array[int] | None = None
     rope_offsets: list[int] | None = None
     grid_positions: array[int] | None = None
+    adapters: Sequence[int] = ()
+    adapter_loads: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -217,6 +221,8 @@ class Planner:
         if self._seen is not None:
             seen = self._seen.of(schedule, computed.starts, computed.counts)
             computed.images, computed.last_keys, computed.rope_offsets, computed.grid_positions = seen
+        if schedule.adapters is not None:
+            computed.adapters, computed.adapter_loads = schedule.adapters
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

@@ -17,6 +17,7 @@ from ...architectures.spec import LongContext
 from ...device.transfers import Sent, Upload, arrived
 from ...model.batch import Batch, Queries
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 Tables: TypeAlias = "list[array[int]]"  # the block tables of one sequence, one for each layer group
 
@@ -38,6 +39,7 @@ class _Step:
     seats: Sent | None = None  # where states are
     runs: Sent | None = None  # of drafts, where there are states
     decodes: _Decodes | None = None  # what is kept to do so
+    adapters: StepAdapters | None = None
 
 
 class HostBatches:
@@ -112,6 +114,8 @@ class HostBatches:
             runs=None if step.runs is None else step.runs.tensor.view(-1, 2),
             is_decode=step.is_decode,
         )
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         if step.decoding is not None:
             step.decodes = _Decodes(step.decoding, step, batch)
             self._kept.append(step.decodes)
@@ -204,6 +208,7 @@ class HostBatches:
             sampled_seats=np.array(plan.sampled_seats, np.intp),
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 

@@ -38,6 +38,7 @@ from ...kernels.seats import (
 from ...model.batch import Batch, Queries
 from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 MOST_PARTS = 1024  # of the static tensors that are kept
@@ -83,6 +84,7 @@ class _Step(NamedTuple):
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
     runs: Sent | None  # of drafts, where there are states
+    adapters: StepAdapters | None
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
     rope_offsets: Sent | None = None  # of each token
 
@@ -208,6 +210,7 @@ class SeatedBatches:
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             last_tokens=last_tokens,
             rope_offsets=(
                 upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
@@ -240,6 +243,8 @@ class SeatedBatches:
         batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
         if step.rope_offsets is not None:
             batch.positions = batch.positions + step.rope_offsets.tensor
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
