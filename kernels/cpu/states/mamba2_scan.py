@@ -7,8 +7,7 @@ from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernels import has_regular_rows, in_torch
 from ..target import LANES, padded
-
-WIDE = 4  # vectors of a unit's columns
+from .gated_delta import WIDE
 
 MAMBA2_SCAN = Task(
     "states.mamba2_scan.mamba2_scan",

@@ -110,7 +110,7 @@ class GgufTensor(FileTensor):
 
     order: i64[n], the order in which each n consecutive rows of the file are read.
     columns: the input of the model that each column of the file is for. Floats are read in the order of
-        inputs; whoever reads blocks orders their numbers.
+        inputs; the numbers of blocks are ordered by `formats.gguf`.
     """
 
     config: ClassVar[str] = "its metadata"
