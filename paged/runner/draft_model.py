@@ -171,7 +171,7 @@ class DraftModel:
             return None
         from .decode_graphs import new_decode_graphs
 
-        sizes = self.sizes, self.model, self._batches, self._of_seats, device, self._vocab_size
+        sizes = self.sizes, self.model, self._batches, self._sampler, device, self._vocab_size
         return new_decode_graphs(*sizes, logits=self._logits)
 
     def prepare(self, num_blocks: int) -> None:
@@ -281,7 +281,7 @@ class DraftModel:
         upload = self._transfers.new_upload()
         passes = [self._put(rows, number, upload) for number in range(max(1, rows[0].num))]
         upload.send()
-        self._of_seats.write()
+        self._sampler.write()
         yield from passes
 
     def _put(self, rows: list[_Row], number: int, upload: Upload) -> _Pass:
