@@ -137,7 +137,10 @@ def tables() -> str:
                 reasons.setdefault(row.note, []).append(name)
         neutral = any(row.treatment == "neutral" for row in rows)
         if neutral:
-            lines += ["A bare name is accepted as None or empty. Any other value is refused.", ""]
+            lines += [
+                "A name without a value in the table is accepted as None or empty. Any other value is refused.",
+                "",
+            ]
         lines += [
             "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
             "|---|---|",
