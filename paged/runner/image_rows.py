@@ -11,7 +11,6 @@ from ..requests.request import PromptImage, Request
 if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
     from ..scheduler.schedule import Schedule
-    from .plan import ComputedPart
 
 
 class ImageRows(NamedTuple):
@@ -65,13 +64,13 @@ def rope_offset(images: Sequence[PromptImage], position: int, square: int) -> in
     )
 
 
-def rope_offsets(requests: Sequence[Request], starts: Sequence[int], square: int) -> list[int]:
-    """Return the offset of each row of a step all of whose tokens are behind images; [] if all are 0."""
+def rope_offsets(requests: Sequence[Request], starts: Sequence[int], square: int) -> list[int] | None:
+    """Return the offset of each row of a step all of whose tokens are behind images; None if all are 0."""
     offsets = [
         rope_offset(request.inputs.images, start, square) if request.inputs.images else 0
         for request, start in zip(requests, starts, strict=True)
     ]
-    return offsets if any(offsets) else []
+    return offsets if any(offsets) else None
 
 
 def grid_positions(
@@ -125,6 +124,15 @@ def last_keys(requests: Sequence[Request], starts: Sequence[int], counts: Sequen
     return keys
 
 
+class ImagesOfStep(NamedTuple):
+    """What a step has to know of images: see `ComputedPart`."""
+
+    images: Sequence[ImageRows] = ()
+    last_keys: array[int] | None = None
+    rope_offsets: list[int] | None = None
+    grid_positions: array[int] | None = None
+
+
 class SeenImages:
     """The requests with images that steps must know of."""
 
@@ -132,24 +140,23 @@ class SeenImages:
         self._vision = vision
         self._seeing = dict[int, Request]()  # by seat
 
-    def add(self, schedule: Schedule, part: ComputedPart) -> None:
-        """Add the tokens of images that a step computes, and what tokens behind images are rotated by."""
+    def of(self, schedule: Schedule, starts: Sequence[int], counts: Sequence[int]) -> ImagesOfStep:
+        """Return the tokens of images that a step computes, and what tokens behind images are rotated by."""
         vision = self._vision
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
                 self._seeing.pop(seat, None)
             self._seeing.update((r.seat, r) for r in schedule.newcomers if r.inputs.images)
         if not self._seeing:
-            return
-        rows = schedule.requests, part.starts, part.counts
-        part.images = image_rows(*rows, vision.token_id)
-        if part.images and vision.sees_itself:
-            part.last_keys = last_keys(*rows)
+            return ImagesOfStep()
+        rows = schedule.requests, starts, counts
+        images = image_rows(*rows, vision.token_id)
         if vision.sections is not None:
-            part.grid_positions = grid_positions(*rows, vision.square)
-            if part.grid_positions is None:
-                part.rope_offsets = rope_offsets(schedule.requests, part.starts, vision.square)
-            return
-        for start, count, request in zip(part.starts, part.counts, schedule.requests, strict=True):
+            positions = grid_positions(*rows, vision.square)
+            if positions is not None:
+                return ImagesOfStep(images, grid_positions=positions)
+            return ImagesOfStep(images, rope_offsets=rope_offsets(schedule.requests, starts, vision.square))
+        for start, count, request in zip(starts, counts, schedule.requests, strict=True):
             if request.inputs.images and start + count >= request.inputs.images[-1].end:
                 self._seeing.pop(request.seat, None)
+        return ImagesOfStep(images, last_keys(*rows) if images and vision.sees_itself else None)

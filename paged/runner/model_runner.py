@@ -196,6 +196,8 @@ class ModelRunner(PartRunner):
             self._move_blocks(*moves)
             self._move_states(state_moves)
             return Pending(self)
+        if computed.adapter_loads:
+            self.load_adapters(computed)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
         has_images = bool(computed.images) or computed.grid_positions is not None
@@ -266,7 +268,8 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda":
+        # Rows that pad a step have no adapter.
+        if self.device.type != "cuda" or self.lora is not None:
             return None
         from .decode_graphs import new_decode_graphs
 

@@ -136,10 +136,10 @@ class ImagePrompts:
             for i, each in enumerate(listed)
         ]
 
-    def parse(self, prompt: str | Sequence[int], images: Sequence[NamedImage], **options: Any) -> Parsed:
+    def parse(self, prompt: Any, images: Sequence[NamedImage], **options: Any) -> Parsed:
         """Return the prompt with the tokens of its images. Raises RequestError.
 
-        options: those of `Tokenizer.encode`.
+        prompt: text or token ids. options: those of `Tokenizer.encode`.
         """
         if len(images) > self.most:
             raise RequestError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .rotary import Angles
+from torch import Tensor
 
 
-def by_section(sections: tuple[int, int, int], times: Angles, rows: Angles, columns: Angles) -> Angles:
-    """Return the angles of tokens from those of their times, into which the others are written.
+def write_sections(sections: tuple[int, int, int], times: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """Write the cosines, or sines, of tokens' rows and columns into those of their times.
 
     The frequencies of the three alternate; those behind the last row and column are of time.
 
@@ -14,6 +14,4 @@ def by_section(sections: tuple[int, int, int], times: Angles, rows: Angles, colu
     """
     for first, count, other in ((1, sections[1], rows), (2, sections[2], columns)):
         own = slice(first, 3 * count, 3)
-        times.cos[:, own] = other.cos[:, own]
-        times.sin[:, own] = other.sin[:, own]
-    return times
+        times[:, own] = other[:, own]

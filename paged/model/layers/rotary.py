@@ -79,11 +79,13 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, batch: Batch) -> Angles:
         if batch.grid_positions is not None:
-            from .grid_angles import by_section
+            from .grid_angles import write_sections
 
             assert self.sections is not None, "positions are of three numbers in models of images alone"
-            by_axis = (self._plain(own.contiguous()) for own in batch.grid_positions)
-            return by_section(self.sections, *by_axis)
+            angles, rows, columns = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            write_sections(self.sections, angles.cos, rows.cos, columns.cos)
+            write_sections(self.sections, angles.sin, rows.sin, columns.sin)
+            return angles
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -214,14 +216,15 @@ class TokenRows(NamedTuple):
 
     angles: the angles of each rotary embedding of the model.
     inputs: the per-layer vectors of all layers, see PerLayerEmbeddings; None if the model has none.
-    real_count: see `Batch`.
+    real_count, adapters: see `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
     real_count: Tensor | None = None
+    adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n]."""
+        """Return the rows with these indices, i64[n], but for their adapters."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)
