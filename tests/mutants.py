@@ -25,7 +25,7 @@ from tests.support.plain_mutations import Mutation
 from tests.support.planting import ROOT, Bug, Change
 from tests.support.trials import Result, Trial
 
-_OF_BLOCKS = [f"tests/blocks/test_block_{name}.py" for name in ("pool", "manager")]
+_OF_BLOCKS = [f"tests/blocks/test_block_{name}.py" for name in ("pool", "manager", "snapshots")]
 _OF_SCHEDULER = [
     f"tests/scheduler/test_{name}.py"
     for name in ("scheduler", "drafts", "preemption", "held", "policies", "ahead")

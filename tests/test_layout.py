@@ -22,7 +22,7 @@ LAYERS = [
     ["base", "kernels"],
     ["blocks", "options", "grammars"],
     ["requests", "device", "architectures"],
-    ["drafting", "checkpoints"],
+    ["drafting", "checkpoints", "images"],
     ["scheduler", "text", "model"],
     ["sampling", "chat"],
     ["runner"],

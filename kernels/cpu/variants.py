@@ -111,8 +111,11 @@ def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
     names = {name for operation in needs.operations for name in _kernels_of(operation)}
     names.update(_ALWAYS, _packers(needs))
     dtype, cache_dtype = KINDS[needs.dtype], KINDS[needs.cache_dtype]
+    attention = attention_kinds(dtype, cache_dtype, needs.head_dims)
+    if needs.tower_head_dim is not None:
+        attention |= attention_kinds(dtype, dtype, [(needs.tower_head_dim, needs.tower_head_dim)])
     kinds = {
-        ATTENTION_KERNEL: attention_kinds(dtype, cache_dtype, needs.head_dims),
+        ATTENTION_KERNEL: attention,
         LINEAR_KERNEL: weight_kinds(_formats(needs)),
         ROTARY_KERNEL: frozenset((dtype, cache_dtype)),
     }

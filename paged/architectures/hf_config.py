@@ -97,7 +97,7 @@ def _parsed(file: Path) -> Any:
 def _instead(directory: Path) -> str:
     """Describe what in a directory without config.json looks like a model."""
     if (directory / "adapter_config.json").exists():
-        return ". This one has a LoRA adapter, which is not supported: merge it into its model"
+        return ". This one has a LoRA adapter: give the model that it is for, and the adapter as --lora"
     gguf = gguf_files(directory) if directory.is_dir() else []
     return f". This one has {gguf[0]}: give the path of the file" if gguf else ""
 
@@ -226,13 +226,16 @@ def require_supported(hf: Config) -> str:
     names = hf.get("architectures")
     if not names:
         kind = f" (its model_type is {shown(hf['model_type'])})" if hf.get("model_type") else ""
-        raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
+        raise UnsupportedModelError(
+            f"architectures is missing{kind}; `paged models --architectures` lists what it may name"
+        )
     name = names[0] if isinstance(names, list) else names
     known = _known(name) if isinstance(name, str) else None
     if known is None:
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
+            f"architecture {shown(name)} is not supported{code}; "
+            "`paged models --architectures` lists those that are"
         )
     model_type = hf.get("model_type")
     if model_type != known.model_type:

@@ -53,12 +53,18 @@ class StateSpec:
         """Shape of the matrices that the delta rule or Mamba-2 keeps, in float32."""
         return self.num_heads, self.key_dim, self.value_dim
 
-    def num_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a sequence's state.
+    @property
+    def run_inputs(self) -> tuple[int, int]:
+        """How many numbers of each token of a run are kept: of the convolution, and of the delta rule."""
+        return self.columns, (self.columns + 2 * self.num_heads if self.num_heads else 0)
+
+    def num_bytes(self, element_bytes: int, num_run_places: int = 0) -> int:
+        """Return the bytes of a sequence's state, and of the inputs of so many tokens of runs.
 
         element_bytes: bytes of one number of an activation.
         """
-        return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
+        inputs = math.prod(self.last_inputs) + num_run_places * sum(self.run_inputs)
+        return inputs * element_bytes + math.prod(self.matrices) * 4
 
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without norms and biases."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,9 @@ from .headings import MODEL, OUTPUT
 from .options import option
 
 if TYPE_CHECKING:
+    from ..checkpoints.library.models_file import ModelEntry
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..server.launcher import Launcher
 
 EXIT_FAILED = 1
@@ -40,6 +42,19 @@ NO_FLAGS = {
 # Option groups for `with_options`. --model is declared below, and --seed is the engine's.
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOption:
+    """The adapter that a command computes with.
+
+    lora: a LoRA adapter: a directory with PEFT's files, or an id on the hub; max_lora_rank bounds its rank.
+    """
+
+    lora: str | None = None
+
+
+ADAPTER = (AdapterOption, ["lora"])
 
 # Every command takes --model; where no other argument is positional, MODEL may also be the first one.
 ModelArgument = Annotated[
@@ -147,6 +162,20 @@ def driver_options(
     return result
 
 
+def take_adapter(options: dict[str, Any]) -> LoRARequest | None:
+    """Return the request for the adapter of --lora; None if there is none.
+
+    The engine of these options is told to take adapters.
+    """
+    path = options.pop("lora")
+    if path is None:
+        return None
+    from ..options.lora_request import LoRARequest
+
+    options["enable_lora"] = True
+    return LoRARequest(path, 1, path)
+
+
 def follow(options: Mapping[str, Any]) -> None:
     """Compute for rank 0 and exit, if torchrun started this process as another rank. Raises RankError."""
     config = EngineConfig(**options)
@@ -158,6 +187,17 @@ def follow(options: Mapping[str, Any]) -> None:
         from ..ranks.rank_process import follow_torchrun
 
         sys.exit(follow_torchrun(options))
+
+
+def named(model: str | None) -> ModelEntry:
+    """Return the model of a name; see `entry_of`. Raises ConfigError for a wrong models.toml."""
+    from ..checkpoints.library.models_file import ModelEntry, ModelsFile
+
+    if model is None or model == DEFAULT_MODEL:
+        return ModelEntry(name=DEFAULT_MODEL, checkpoint=DEFAULT_MODEL)
+    from ..checkpoints.library.names import entry_of
+
+    return entry_of(model, ModelsFile.of_user())
 
 
 def one_model(argument: str | None, option: str | None) -> str | None:
@@ -180,8 +220,13 @@ def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def engine_options(
     model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
-    """Return the named options as validated arguments of LLMEngine. Raises ConfigError."""
-    result = {"model": DEFAULT_MODEL if model is None else model, **given(options, names)}
+    """Return the named options as validated arguments of LLMEngine. Raises ConfigError.
+
+    model: a name of models.toml too, whose options hold where none are given.
+    """
+    entry = named(model)
+    known = {name: value for name, value in entry.engine.items() if name in {*names}}
+    result = {"model": entry.checkpoint, **known, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
         from ..simulate.workload import read_shares
 

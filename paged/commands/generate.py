@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +25,7 @@ from .prompt_file import DEFAULT_COMPLETION_TOKENS, PromptFile
 if TYPE_CHECKING:
     from ..blocks.manager import BlockManager
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..requests.request import RequestOutput
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
@@ -37,7 +40,18 @@ LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a prompt is about.
+
+    image: an image that the prompt is about: a file. Images stand where the prompt has the model's
+        placeholder, else at its beginning; None has none.
+    """
+
+    image: Sequence[str] | None = None
+
+
+@with_options((Shown, ("image",)), common.SAMPLING, common.ENGINE, common.ADAPTER, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
@@ -56,8 +70,10 @@ def generate(
     """Complete a prompt and stream the text, or complete all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
+    images = options.pop("image")
+    lora_request = common.take_adapter(options)
     engine_options = common.driver_options(model, options)
-    sampling = common.sampling_options(options | structured)
+    sampling = {**common.named(model).sampling, **common.sampling_options(options | structured)}
     if prompts is None:
         if live:
             raise CliError("--live shows many requests at once: it needs --prompts and --output")
@@ -68,9 +84,12 @@ def generate(
         _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
-        return _stream(engine, text, engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS))
+        params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
+        return _stream(engine, text, params, images or [], lora_request)
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
+    if images:
+        raise CliError("--image goes with one prompt, not with --prompts")
     if live and output is None:
         raise CliError("--live takes the terminal: give --output for the results")
     if overwrite and resume:
@@ -84,12 +103,15 @@ def generate(
     if output is None or _is_stream(output):
         with nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines:
             file = PromptFile(jobs, lambda result: print(json.dumps(result), file=lines, flush=True))
+            file.lora_request = lora_request
             return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
     with ResultFile(output, prompts) as results:
         if results.size and not (overwrite or resume):
             raise FileError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
-        run_options = RunOptions(output, engine_options, sampling, prompts)
+        run_options = RunOptions(
+            output, engine_options, {**sampling, "lora": lora_request and lora_request.lora_path}, prompts
+        )
         has_known_options = run_options.check() if earlier.size else True
         if not has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output))
@@ -99,7 +121,9 @@ def generate(
             if not earlier.size or not has_known_options:
                 run_options.keep()
 
-        return PromptFile(jobs, results.write, earlier, begin).complete(engine_options, live=live)
+        file = PromptFile(jobs, results.write, earlier, begin)
+        file.lora_request = lora_request
+        return file.complete(engine_options, live=live)
 
 
 def _is_stream(output: Path) -> bool:
@@ -125,9 +149,16 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
+def _stream(
+    engine: LLMEngine,
+    prompt: str,
+    params: SamplingParams,
+    images: Sequence[str],
+    lora_request: LoRARequest | None,
+) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request("0", prompt, params)
+    given = _with_images(engine, prompt, images) if images else prompt
+    engine.add_request("0", given, params, lora_request=lora_request)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():
@@ -148,6 +179,14 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
         return common.EXIT_FAILED
     print(_figures(engine.block_manager, output), file=sys.stderr)
     return 0
+
+
+def _with_images(engine: LLMEngine, prompt: str, images: Sequence[str]) -> dict[str, Any]:
+    """Return a prompt with images. One that has no place for them has them at its beginning."""
+    known = engine.text.images
+    if known is not None and not known.count_in(prompt):
+        prompt = known.written * len(images) + prompt
+    return {"prompt": prompt, "multi_modal_data": {"image": [Path(image) for image in images]}}
 
 
 def _figures(blocks: BlockManager, output: RequestOutput) -> str:

@@ -30,10 +30,13 @@ _FIELDS: dict[str, dict[str, str]] = {
             attention_backend num_threads pipeline_parallel_size tensor_parallel_size pipeline_layers
             rank_timeout_s deterministic enforce_eager async_scheduling cudagraph_capture_sizes
             max_cudagraph_capture_size speculative_config
-            skip_tokenizer_init weights_cache verify_weights_cache""",
+            enable_lora max_loras max_lora_rank max_cpu_loras lora_target_modules
+            skip_tokenizer_init weights_cache verify_weights_cache language_model_only limit_mm_per_prompt
+            mm_processor_kwargs""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
-            cpu_memory_utilization enable_prefix_caching watermark swap_space""",
+            cpu_memory_utilization enable_prefix_caching state_snapshots state_interval watermark
+            swap_space mm_processor_cache_gb""",
         SCHEDULING: "",
     },
     "SamplingParams": {
@@ -45,11 +48,13 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
     "ServeOptions": {
         MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
-            enable_auto_tool_choice tool_call_parser reasoning_parser""",
+            enable_auto_tool_choice tool_call_parser reasoning_parser lora_modules""",
         SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },
     "ApiAddress": {SERVER: ""},
+    "Shown": {OUTPUT: ""},
+    "AdapterOption": {MODEL: ""},
 }
 
 

@@ -41,6 +41,11 @@ NOT_SIMULATED = {
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
     "speculative_config",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "lora_target_modules",
     "seed",
     "skip_tokenizer_init",
 }
@@ -87,6 +92,8 @@ def simulate(
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler runs on a virtual clock."""
     model = common.one_model(model, model_option)
+    if model is not None:
+        model = common.named(model).checkpoint
     options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}
     for name in MAPPINGS:

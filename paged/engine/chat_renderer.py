@@ -28,10 +28,12 @@ class ChatRenderer:
         """
         if not is_conversation(messages):
             return {"prompt": self.templates.render(messages, **template), "add_special_tokens": False}
-        messages = self._turns(messages, template)
-        conversation = Placeholders(messages, self._markers)
-        text = self.templates.render(conversation.messages, **template)
-        return {"prompt": conversation.restored(text), "add_special_tokens": False}
+        return {"prompt": self.write(messages, **template), "add_special_tokens": False}
+
+    def write(self, messages: Sequence[Message], **template: Any) -> str:
+        """Return the text of a conversation, with the arguments of `ChatTemplates.render`."""
+        conversation = Placeholders(self._turns(messages, template), self._markers)
+        return conversation.restored(self.templates.render(conversation.messages, **template))
 
     def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
         """Return a conversation in the form that its template demands."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
 from ..architectures.generation_config import (
     NO_DEFAULTS,
+    SHAPES,
     chat_defaults,
     read_eos_token_ids,
     read_sampling_defaults,
 )
+from ..architectures.hf_config import read_config
 from ..base.errors import RequestError, UsageError
 from ..checkpoints.model_directory import resolve
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, most_images
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ from ..text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
+    from ..text.images import ImagePrompts
     from .chat_renderer import ChatRenderer
     from .embedding_head import EmbeddingHead
 
@@ -36,11 +39,25 @@ EMBEDDING_FILES = ("modules.json", "1_Pooling")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
+def read_model(config: EngineConfig, directory: Path) -> tuple[ModelConfig, str]:
+    """Read config.json, and what the model sees images with. Return also why it sees none, if it does not.
+
+    Raises CheckpointError and UnsupportedModelError.
+    """
+    model = read_config(directory)
+    if not model.placeholders:
+        return model, ""
+    from ..images.reading import with_vision
+
+    return with_vision(config, model, directory)
+
+
 class ModelText:
     """The tokenizer, chat templates and sampling defaults of a checkpoint.
 
     It needs no torch, so a process without the model can prepare requests for an engine process.
 
+    no_images: why the model sees no images, if it does not.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint has files that say how to make embeddings.
     sampling_defaults: the sampling parameters that the checkpoint sets.
@@ -51,8 +68,12 @@ class ModelText:
     Raises CheckpointError for missing or wrong files.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
+    ) -> None:
         self.model_config = model_config
+        self._no_images = no_images
+        self._most_images = most_images(config.limit_mm_per_prompt)
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -67,7 +88,17 @@ class ModelText:
 
     def new_parser(self, max_model_len: int) -> PromptParser:
         """Return a parser of prompts for contexts of up to max_model_len tokens."""
-        return PromptParser(self.model_config, self.tokenizer, max_model_len)
+        return PromptParser(self.model_config, self.tokenizer, max_model_len, self.images, self._no_images)
+
+    @cached_property
+    def images(self) -> ImagePrompts | None:
+        """What reads the images of prompts; None if the model sees none."""
+        vision = self.model_config.vision
+        if vision is None:
+            return None
+        from ..text.images import ImagePrompts
+
+        return ImagePrompts(vision, self.tokenizer, self._most_images)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
@@ -83,6 +114,16 @@ class ModelText:
         max_tokens: the default if generation_config.json has no max_new_tokens.
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    def set_defaults(self, sampling: Mapping[str, Any]) -> None:
+        """Set parameters of requests that do not give them, before those of the checkpoint.
+
+        Raises RequestError for parameters that do not go together.
+        """
+        if sampling:
+            self.sampling_defaults = {**self.sampling_defaults, **sampling}
+            self.chat_defaults = self.chat_defaults if SHAPES.isdisjoint(sampling) else {}
+            self.params_of({})
 
     @cached_property
     def default_params(self) -> SamplingParams:
@@ -132,8 +173,32 @@ class ModelText:
         return self.chat.templates
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
-        """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`."""
-        return self.chat.render(messages, **template)
+        """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
+
+        The images of its parts are in "multi_modal_data".
+        """
+        if not _has_parts(messages):
+            return self.chat.render(messages, **template)
+        from ..text.chat_images import has_images, take_images, written
+
+        if not has_images(messages):
+            return self.chat.render(messages, **template)
+        if self.images is None:
+            why = self._no_images or "this model takes text alone"
+            raise RequestError(f"messages with images are refused: {why}", param="messages")
+        messages, images = take_images(messages)
+        text = written(messages, images, self.images, partial(self.chat.write, **template))
+        return {"prompt": text, "add_special_tokens": False, "multi_modal_data": {"image": images}}
+
+
+def _has_parts(messages: Any) -> bool:
+    """Return whether a conversation has a message whose content is a list, in which images may be."""
+    from .chat_renderer import is_conversation
+
+    return is_conversation(messages) and any(
+        isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str | bytes)
+        for message in messages
+    )
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:

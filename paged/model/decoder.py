@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
     from .layers.states import StateLayer
+    from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -107,7 +108,7 @@ class DecoderLayer(Loadable):
         """
         if self.mixer is None:
             return self._feed_forward(query, rows)
-        hidden = self.mixer.attend(query, queries, kv_cache)
+        hidden = self._attend(query, rows, queries, kv_cache)
         if self.mlp is None:
             return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
@@ -117,18 +118,27 @@ class DecoderLayer(Loadable):
         left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
-            self.input(rows.inputs, residual)
+            self.input(rows.inputs, residual, rows.adapters)
         if self.factor != 1.0:
             assert left is None, "the residual is multiplied after the addition of an output"
             self.kernels.scale_and_cap(residual, self.factor)
         return left
 
+    def _attend(self, query: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache) -> Tensor:
+        assert self.mixer is not None, "the layer has attention or a state"
+        if rows.adapters is None:
+            return self.mixer.attend(query, queries, kv_cache)
+        assert isinstance(self.mixer, Attention), "models whose layers keep states take no adapters"
+        return self.mixer.attend(query, queries, kv_cache, rows.adapters)
+
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         assert self.mlp is not None, "the layer has a feed-forward part"
-        if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
-            out: Tensor = self.mlp(hidden)
+        if isinstance(self.mlp, ManyExperts):
+            out: Tensor = (
+                self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
+            )
         else:
-            out = self.mlp(hidden, count=rows.real_count)
+            out = self.mlp(hidden, rows.adapters)
         return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
@@ -192,7 +202,7 @@ class ParallelLayer(DecoderLayer):
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         assert self.mixer is not None, "a parallel layer has attention"
-        self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
+        self.kernels.add(self._attend(query, rows, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
 
@@ -259,6 +269,11 @@ class Decoder(nn.Module):
         self.embedding_factor = float(multiplier) / config.residual_multiplier
         if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
+        self.tower: Vit | None = None
+        if part.is_first and config.vision is not None:
+            from .towers.vit import Vit
+
+            self.tower = Vit(config.vision, config.hidden_size, kernels)
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
@@ -298,9 +313,14 @@ class Decoder(nn.Module):
             residual: Tensor = self.embedding(batch.token_ids)
             if self.embedding_factor != 1.0:
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
-            inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
+            if batch.given is not None:
+                residual.index_copy_(0, *batch.given)
+            inputs = None
+            if self.inputs is not None:
+                inputs = self.inputs(batch.token_ids, residual, batch.adapters)
             stream = Stream(residual, None, inputs)
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
+        angles = [rotary(batch) for rotary in self.rotary]
+        rows = TokenRows(angles, stream.inputs, batch.real_count, batch.adapters)
         if self.positions is not None:  # added to the embeddings by the first norm
             stream = stream._replace(hidden=self.positions(batch.positions))
         return stream, rows
@@ -310,9 +330,12 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Run the first layers. Return what is left to add to the residual."""
         residual, hidden, _ = stream
-        for layer in islice(self.layers, num_layers):
+        for number, layer in enumerate(islice(self.layers, num_layers)):
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+            if number < len(batch.features):
+                assert batch.given is not None, "features are of rows with embeddings"
+                residual.index_add_(0, batch.given[0], batch.features[number])
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -323,14 +346,14 @@ class Decoder(nn.Module):
             return residual[:0]
         last, *readers = islice(self.layers, self.last_kv, None)
         angles = [rotary(batch) for rotary in self.rotary] if readers else []
-        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count)
+        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count, batch.adapters)
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
             taken = batch.output_rows
             kernels = self.kernels
             query = kernels.take_rows(query.flatten(1), taken).view(-1, *query.shape[1:])
             residual = kernels.take_rows(residual, taken)
-            rows = rows.take(taken, kernels)
+            rows = rows.take(taken, kernels)._replace(adapters=batch.output_adapters)
         hidden = last.attend(query, residual, rows, queries, kv_cache)
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)
@@ -379,7 +402,7 @@ class Decoder(nn.Module):
         """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
-        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        linear = [each for each in self.modules() if isinstance(each, Linear) and not each.stays_float]
         experts = [module for module in self.modules() if isinstance(module, ManyExperts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"

@@ -202,6 +202,39 @@ class DriverRunner(ModelRunner):
             for tensor in own.values() if rank else ():
                 self._transport.send(tensor, rank)
 
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots on the host, gathered from all ranks."""
+        from ..model.cache.state_shares import empty_states, join_states
+
+        if slots:
+            self.compute_until()
+            self._transport.send_message(self._writer.read_states(slots))
+
+        def parts() -> Iterator[tuple[ModelPart, dict[str, Tensor]]]:
+            for rank in range(self.layout.num_ranks if slots else 0):
+                part = self._part_of(rank)
+                own = super(DriverRunner, self).read_states(slots) if not rank else {}
+                like = empty_states(self.model_config, len(slots), self.dtype, part) if rank else None
+                for name, tensor in like.tensors.items() if like is not None else ():
+                    own[name] = self._transport.receive(tensor.shape, tensor.dtype, rank)
+                yield part, own
+
+        return join_states(self.model_config, len(slots), parts(), self.dtype)
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write what `read_states` returned of a snapshot into a slot, on all ranks."""
+        from ..model.cache.state_shares import cut_states
+
+        self.compute_until()
+        whole = {name: tensor[:, None] for name, tensor in contents.items()}
+        self._transport.send_message(self._writer.write_state(slot))
+        for rank in range(self.layout.num_ranks):
+            own = cut_states(self.model_config, self._part_of(rank), whole, self.dtype)
+            if not rank:
+                super().write_state(slot, {name: tensor[:, 0] for name, tensor in own.items()})
+            for tensor in own.values() if rank else ():
+                self._transport.send(tensor, rank)
+
     def _part_of(self, rank: int) -> ModelPart:
         return part_of(self.layout, rank, self.model_config.num_layers, self._transport)
 

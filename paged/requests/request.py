@@ -19,6 +19,8 @@ from ..options.sampling_params import RequestOutputKind, SamplingParams
 from .token_rules import TokenRules
 
 if TYPE_CHECKING:
+    from ..blocks.content_chain import Content
+    from ..options.lora_request import LoRARequest
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 class TextPrompt(TypedDict):
     """A prompt as text.
 
+    multi_modal_data: {"image": ...}, an image or a list of them: a path, the bytes of a file, or an image of
+        Pillow or numpy.
     cache_salt: only prompts with the same salt share cached blocks.
     add_special_tokens: False if the text contains its special tokens, as the text of a chat template does.
     """
@@ -33,6 +37,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     add_special_tokens: NotRequired[bool]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -40,6 +45,32 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, resized.
+
+    start, end: the prompt's tokens that stand for it, those between its rows included.
+    sha256: of the pixels and of all that decides what the model makes of them.
+    height, width: in pixels.
+    pixels: uint8[height, width, 3], row by row.
+    """
+
+    start: int
+    end: int
+    sha256: bytes
+    height: int
+    width: int
+    pixels: bytes
+
+    @property
+    def content(self) -> Content:
+        """Where it is in the prompt, and what it is, for the prefix cache."""
+        from ..blocks.content_chain import Content
+
+        return Content(self.start, self.end, self.sha256)
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -67,6 +98,7 @@ NO_SEAT = -1
 # Why a request is held; one may be for both reasons.
 SLOW_READER = 1
 NO_MASK = 2
+NO_ADAPTER = 4
 LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
@@ -144,11 +176,15 @@ class RequestInputs:
     is_resumed: whether another engine had accepted the request before.
     generates: False if the request only reports on its prompt; its output then stays empty.
     namespace: what the KV depends on besides the tokens, such as the cache salt.
+    adapter: the number of its LoRA adapter; 0: none. lora_request: the adapter as the user gave it.
     long_from: the number of tokens at which longrope changes the KV of all tokens and the request is
         recomputed; None if that never happens.
     part_of: the call that this request belongs to, such as an HTTP request with many prompts; "" if the
         request is a call by itself. The requests of a call are queued one at a time.
     deadline: the time of the request's timeout, on the scheduler's clock.
+    images: of the prompt, in order.
+    uncut: the runs [first, end) of tokens of the prompt that see each other: no step computes a part of one
+        but for what follows cached blocks.
     """
 
     request_id: str = ""
@@ -168,9 +204,18 @@ class RequestInputs:
     tenant: str = ""
     part_of: str = ""
     namespace: bytes = b""
+    adapter: int = 0
+    lora_request: LoRARequest | None = None
     long_from: int | None = None
     deadline: float = math.inf
+    images: tuple[PromptImage, ...] = ()
+    uncut: tuple[tuple[int, int], ...] = ()
     wants_logprobs: bool = field(init=False)  # of the output
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """What the placeholders among the prompt's tokens stand for."""
+        return [image.content for image in self.images] if self.images else ()
 
     def __post_init__(self) -> None:
         params = self.params
@@ -214,6 +259,7 @@ class Request:
         if its steps always wait.
     seat: the request's place in the tensors that the device holds about running requests; NO_SEAT while it
         does not run.
+    adapter_slot: the slot of its adapter on the device while it runs; -1: none.
     arrival: the request's number in the order of arrival.
     rank: the request's place in the order of running requests; the highest rank is preempted first.
     protected: whether the request has reached max_preemptions and is no longer preempted.
@@ -238,6 +284,7 @@ class Request:
     num_pending: int = 0
     ahead_until: int = 0
     seat: int = NO_SEAT
+    adapter_slot: int = -1
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
@@ -443,7 +490,7 @@ class CompletionOutput:
         tool_calls; None otherwise.
     """
 
-    lora_request: ClassVar[None] = None  # of vLLM's outputs; there are no adapters
+    lora_request: ClassVar[None] = None  # of vLLM's outputs; that of the request has the adapter
     index: int
     text: str
     token_ids: Sequence[int]
@@ -469,8 +516,7 @@ class RequestOutput:
         likely tokens; the first entry is None. None unless requested, and until all are known.
     """
 
-    # Of vLLM's outputs, where they are None for a decoder without adapters.
-    lora_request: ClassVar[None] = None
+    # Of vLLM's outputs, where they are None for a decoder.
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
@@ -482,3 +528,4 @@ class RequestOutput:
     num_cached_tokens: int | None
     metrics: RequestMetrics
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    lora_request: LoRARequest | None = None

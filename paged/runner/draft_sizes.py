@@ -42,5 +42,7 @@ def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
         num_blocks=None,
         swap_space=None,
         preemption_mode="recompute",
+        state_snapshots=None,
+        state_interval=None,
     )
     return Sizes(config, model, sizes.device, sizes.dtype, sizes.target, is_draft=True)

@@ -26,11 +26,19 @@ LARGEST_PARAMS = SamplingParams(top_p=0.9, min_p=0.1, typical_p=0.9, presence_pe
 RunStep = Callable[[Schedule, KVCache], int]
 
 
-def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, run_step: RunStep) -> int:
+def num_blocks_that_fit(
+    sizes: Sizes,
+    device: torch.device,
+    kernels: Kernels,
+    run_step: RunStep,
+    with_snapshots: Callable[[int], Sizes] | None = None,
+) -> int:
     """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
 
     run_step: runs one step, whose memory is measured on a GPU. It returns the bytes that will be needed in
         addition.
+    with_snapshots: returns the sizes with snapshots of states, given the bytes that are left for these and
+        for blocks.
 
     Raises ResourceError if no token fits.
     """
@@ -45,6 +53,8 @@ def num_blocks_that_fit(sizes: Sizes, device: torch.device, kernels: Kernels, ru
                 f", or leave out CUDA graphs, for which {graphs / 2**20:,.0f} MiB are kept: lower "
                 "max_cudagraph_capture_size, or set enforce_eager=True"
             )
+    if with_snapshots is not None:
+        sizes = with_snapshots(free - sizes.all_state_bytes)
     num_blocks = sizes.blocks_in(free - sizes.all_state_bytes)
     if not num_blocks:
         least = sizes.block_bytes * len(sizes.layout.groups)
@@ -85,7 +95,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
     lengths = largest_step(sizes)
     num_blocks = len(sizes.layout.groups) * sum(-(-n // sizes.block_size) for n in lengths)
     scheduler = Scheduler(
-        sizes.new_block_manager(num_blocks),
+        sizes.new_block_manager(num_blocks, keeps_prefixes=False),
         max_num_seqs=len(lengths),
         max_num_batched_tokens=sum(lengths),
         watermark=0.0,

@@ -94,6 +94,13 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
                 before = alike.get(id(sample))
                 rows = num_rows if before is None else num_rows + before.num_rows
                 alike[id(sample)] = SampledWeight(sample, rows)
+        if sizes.config.enable_lora:
+            from ..model.lora import slot_bytes
+
+            config = sizes.config
+            by_part["LoRA adapters"] = config.max_loras * slot_bytes(
+                model, config.max_lora_rank, config.lora_target_modules
+            )
     files = StoredWeights(in_files)
     return ModelSizes(by_part, files, per_step, [*layers.values()], [*head.values()])
 
@@ -128,9 +135,11 @@ class Footprint:
         found = cls(sizes, memory, device, directory, kernels, model, draft)
         if not sizes.state_bytes:
             return found
-        from .states import seats_in
+        from .states import seats_in, with_snapshots
 
-        return replace(found, sizes=seats_in(sizes, found.room))
+        found = replace(found, sizes=seats_in(sizes, found.room))
+        room = None if sizes.config.num_blocks else found.kv_room
+        return replace(found, sizes=with_snapshots(found.sizes, room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options. Raises ConfigError for options that the engine refuses."""

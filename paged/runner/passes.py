@@ -39,6 +39,10 @@ def new_batches(
         "long_context": config.long_context,
         "with_seats": bool(config.states),
     }
+    if sizes.num_run_places:
+        from .states import run_numbers
+
+        options["run_numbers"] = run_numbers
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:
         return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)
@@ -82,7 +86,7 @@ def compute(
     them; and the hidden states for reports, if any.
     """
     given = tensors_of(stream)
-    if graphs is None:
+    if graphs is None or not batch.is_plain:
         hidden = model.forward(batch, kv_cache, stream)
     elif batch.is_decode and batch.num_tokens <= graphs.max_decodes:
 

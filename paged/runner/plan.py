@@ -5,11 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
 from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+
+if TYPE_CHECKING:
+    from ..architectures.towers import VisionSpec
+    from .image_rows import ImageRows, SeenImages
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -42,7 +46,7 @@ class ComputedPart:
     sent for a decode whose block tables have not grown, plus the last token if the process does not draw
     tokens itself.
 
-    swap_out, swap_in, copies, state_moves: see `Schedule`.
+    swap_out, swap_in, copies, state_moves, settled, unapplied: see `Schedule`.
     starts, counts: how many tokens of each row were computed before the step, and how many the step computes.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
@@ -51,12 +55,21 @@ class ComputedPart:
         Rows with drafts occur once for each of their tokens.
     asked: the prompt positions on which this step reports; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the processes have them in the seats.
+    images: the tokens that get embeddings of images. They are not written as bytes.
+    last_keys: the last position that each token sees; None: its own.
+    rope_offsets: how much the rotation of each row's tokens differs from their positions; None if none does.
+    grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
+        number.
+    adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
+    adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
 
     swap_out: Sequence[Copy] = ()
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     state_moves: Sequence[Copy] = field(default_factory=list)
+    settled: Sequence[tuple[int, int, int]] = ()
+    unapplied: list[int] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
@@ -70,6 +83,12 @@ class ComputedPart:
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
+    images: Sequence[ImageRows] = ()
+    last_keys: array[int] | None = None
+    rope_offsets: list[int] | None = None
+    grid_positions: array[int] | None = None
+    adapters: Sequence[int] = ()
+    adapter_loads: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -83,7 +102,7 @@ class ComputedPart:
 
     def repeats(self, seats: Sequence[int]) -> bool:
         """Return whether this is another decode of exactly these seats. Only block tables may have grown."""
-        if not self.is_decode or self.seats != seats:
+        if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
 
@@ -139,6 +158,7 @@ class Planner:
         whole request.
     with_last_tokens: whether plans contain the last tokens of decodes, for processes that do not draw tokens.
     with_pending: whether steps are planned before the tokens of the steps in flight are known.
+    vision: what the model sees images with; None: it sees none.
     """
 
     def __init__(
@@ -146,6 +166,7 @@ class Planner:
         block_size: int,
         num_groups: int,
         *,
+        vision: VisionSpec | None = None,
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
@@ -157,6 +178,11 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
+        self._seen: SeenImages | None = None
+        if vision is not None:
+            from .image_rows import SeenImages
+
+            self._seen = SeenImages(vision)
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -168,6 +194,8 @@ class Planner:
             swap_in=schedule.swap_in,
             copies=schedule.copies,
             state_moves=schedule.state_moves,
+            settled=schedule.settled,
+            unapplied=schedule.unapplied,
             num_decodes=schedule.num_decode_tokens,
             seats=schedule.seats,
             starts=schedule.num_computed_tokens,
@@ -190,6 +218,11 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
+        if self._seen is not None:
+            seen = self._seen.of(schedule, computed.starts, computed.counts)
+            computed.images, computed.last_keys, computed.rope_offsets, computed.grid_positions = seen
+        if schedule.adapters is not None:
+            computed.adapters, computed.adapter_loads = schedule.adapters
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

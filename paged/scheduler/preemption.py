@@ -124,6 +124,8 @@ class Preemption:
         manager = self._manager
         computed = victim.num_computed_tokens
         pays = computed > 0 and self.swap_pays is not None and self.swap_pays(computed)
+        if pays and self._running.states is not None:
+            self.keep(victim)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             if self._running.states is not None:
                 self._running.states.swap_out(victim)
@@ -173,15 +175,21 @@ class Preemption:
             if request.finish_reason is not None:
                 continue
             self.free(request)
-            request.blocks = self._manager.open(request.token_ids, request.namespace)
+            request.blocks = self._manager.open(request.token_ids, request.namespace, request.inputs.contents)
             request.num_computed_tokens = 0
             self._running.remove(request)
             self.requeue(request)
 
     def free(self, request: Request) -> None:
         """Free a request's blocks. Full blocks stay in the prefix cache."""
-        self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        self.keep(request)
         self._manager.release(request.blocks)
+
+    def keep(self, request: Request) -> None:
+        """Put what a request has computed into the prefix cache: no step in flight computes it."""
+        self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        if self._running.states is not None:
+            self._running.states.keep(request)
 
     def requeue(self, request: Request) -> None:
         """Put a request that has run back into the queue."""

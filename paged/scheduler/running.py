@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager, Copy
@@ -14,6 +14,7 @@ from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
 
 if TYPE_CHECKING:
+    from .adapters import AdapterSlots
     from .state_moves import StateMoves
 
 
@@ -75,6 +76,7 @@ class RunningSet:
         self.newcomers: list[Request] = []
         self.corrected: list[Request] = []
         self.vacated: list[int] = []
+        self.adapters: AdapterSlots | None = None
         self.states: StateMoves | None = None
         if block_manager.has_states:
             from .state_moves import StateMoves
@@ -117,6 +119,8 @@ class RunningSet:
         self._num_reserved_seats += len(request.siblings)
         request.status = RequestStatus.RUNNING
         request.seat = self.seats.take()
+        if self.adapters is not None:
+            self.adapters.join(request)
         self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
         if self._holdings is not None:
@@ -167,14 +171,17 @@ class RunningSet:
             self._leave(request)
         if self.states is not None:
             self.states.clear()
+        if self.adapters is not None:
+            self.adapters.forget()
         return removed
 
-    def remove_finished(self) -> list[Request]:
-        """Remove the finished requests and return them."""
+    def remove_finished(self, free: Callable[[Request], None]) -> list[Request]:
+        """Remove the finished requests and return them. free: called with each while it has its seat."""
         finished = [r for r in self.requests if r.status is RequestStatus.FINISHED]
         if finished:
             self.requests = [r for r in self.requests if r.status is not RequestStatus.FINISHED]
             for request in finished:
+                free(request)
                 self._leave(request)
         return finished
 
@@ -183,8 +190,12 @@ class RunningSet:
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)
+        if self.states is not None:
+            self.states.forget(request)
         self.vacated.append(request.seat)
         request.seat = NO_SEAT
+        if self.adapters is not None:
+            self.adapters.leave(request)
         if request in self.newcomers:
             self.newcomers.remove(request)
         if request in self.corrected:
@@ -211,6 +222,13 @@ class RunningSet:
         start = end - 1 if request.num_pending else request.num_computed_tokens
         return manager.grow(request.blocks, start, end, copies)
 
+    def most_new(self, request: Request) -> int:
+        """Return how many tokens the next chunk of a running request has at most."""
+        snapshots = self._manager.snapshots
+        if snapshots is None:
+            return self.max_chunk
+        return min(self.max_chunk, snapshots.most_new(request.blocks, request.num_computed_tokens))
+
     def claim(self, request: Request) -> Room:
         """Return what a running request takes from the next step, and the blocks reserved for it."""
         takes_part = request.ready and not request.held
@@ -218,7 +236,7 @@ class RunningSet:
         end = request.num_tokens + request.num_pending
         if request.num_pending:  # all but the last one are computed, or in flight
             missing = int(takes_part and end < request.ahead_until)
-        num_new = min(missing, self.max_chunk)
+        num_new = min(missing, self.most_new(request))
         num_blocks = 0
         if num_new < missing or request.protected:
             num_blocks = self.missing_blocks(request)
@@ -234,6 +252,8 @@ class RunningSet:
         assert self._num_protected == sum([request.protected for request in self.requests])
         assert self.num_seats >= 0, "more requests run than max_num_seqs"
         self.seats.check([request.seat for request in self.requests])
+        if self.adapters is not None:
+            self.adapters.check(self.requests)
         runs = RequestStatus.RUNNING  # not looked up in the loop: the simulation does this after every step
         for request in self.requests:
             assert request.status is runs

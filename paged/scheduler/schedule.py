@@ -99,6 +99,12 @@ class Schedule:
     # From a slot of states to another, one after another and before the step computes anything: seats, and
     # behind them slots of host memory.
     state_moves: list[Copy] = field(default_factory=list)
+    settled: list[tuple[int, int, int]] = field(default_factory=list)  # `state_moves.SettledSeat`
+    # How many tokens of each request's last run of drafts its state has not seen; empty if all have seen all.
+    unapplied: list[int] = field(default_factory=list)
+    # The slot of each request's adapter, or none if no request has one; then adapters and the slots that they
+    # are copied into before the step. None: the engine has no slots.
+    adapters: tuple[Sequence[int], list[tuple[int, int]]] | None = None
     num_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: list[list[int]] = field(default_factory=list)
@@ -305,6 +311,7 @@ class SchedulerCounters:
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0  # of the requests that ran, the cached among them
     num_cached_tokens: int = 0
+    num_cut_tokens: int = 0  # prompt tokens whose blocks were cached, without a snapshot behind them
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests, the aborted not among them
@@ -339,5 +346,8 @@ class SchedulerCounters:
 
         Tokens that another engine or the parent of a fork generated do not count.
         """
-        self.num_prompt_tokens += request.num_prompt_tokens
-        self.num_cached_tokens += min(request.num_cached_tokens or 0, request.num_prompt_tokens)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_cached = min(request.num_cached_tokens or 0, num_prompt_tokens)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached
+        self.num_cut_tokens += max(0, min(request.blocks.num_matched, num_prompt_tokens) - num_cached)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ..architectures.config import ModelConfig
+from ..architectures.gguf_paths import HEADERS_ALONE
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
-from ..checkpoints.gguf.gguf_file import HEADERS_ALONE
 from ..checkpoints.model_directory import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads

@@ -102,7 +102,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     # Help and defaults are those of the API; lines are wrapped to the width of the terminal.
     words = " ".join(help_text.split())
     assert "0 or -1 keeps all. [default: from generation_config.json, else 0]" in words
-    assert "most tokens to generate. [default: from generation_config.json, else 256]" in words
+    assert "maximum number of tokens to generate. [default: from generation_config.json, else 256]" in words
     assert "branch, tag or commit of the model on the hub. [default: the hub's default branch]" in words
     assert "treat EOS as any other token. [default: off]" in words
     assert "[default: 256, or fewer where the states" in words
@@ -193,7 +193,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     run("generate", "x")
     wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
     assert seen == [
-        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}))
+        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}), None)
         for params in wanted
     ]
     # The other kinds of structured outputs, as text or in a file.
@@ -210,7 +210,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     ]
     for argv, _ in flags:
         run("generate", "x", *argv)
-    assert [params.structured_outputs for *_, params in seen] == [
+    assert [params.structured_outputs for *_, params, _ in seen] == [
         StructuredOutputsParams(**language) for _, language in flags
     ]
 
@@ -776,7 +776,7 @@ def test_closed_pipe_is_quiet():
 
 
 def test_models_lists_every_architecture(run):
-    code, out, _ = run("models")
+    code, out, _ = run("models", "--architectures")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(NATIVE)
     assert re.search(r"^GraniteForCausalLM +Granite 3$", out, re.MULTILINE)

@@ -57,6 +57,9 @@ class Row(NamedTuple):
     note: str = ""
 
 
+WITHOUT_VALUE = "A name without a value in the table is accepted as None or empty. Others are refused."
+
+
 def default_of(owner: type[Any], name: str) -> Any:
     """Return the default of a dataclass's field, None if there is none."""
     (default,) = (field.default for field in dataclasses.fields(owner) if field.name == name)
@@ -137,7 +140,7 @@ def tables() -> str:
                 reasons.setdefault(row.note, []).append(name)
         neutral = any(row.treatment == "neutral" for row in rows)
         if neutral:
-            lines += ["A bare name is accepted as None or empty. Any other value is refused.", ""]
+            lines += [WITHOUT_VALUE, ""]
         lines += [
             "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
             "|---|---|",

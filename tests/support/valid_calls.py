@@ -17,7 +17,7 @@ from paged.kernels.backend import BackendName, load_kernels
 from paged.kernels.operations import Kernels
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from tests.support.coded_weights import CODES, random_coded
-from tests.support.kernel_cases import quantized, ragged_case
+from tests.support.kernel_cases import last_keys_of, quantized, ragged_case
 
 TENSORS_OF_ATTENTION = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q",
@@ -262,6 +262,21 @@ def _relu_squared(kernels: Kernels, generator: random.Random) -> Call:
     return Call("relu_squared", kernels.relu_squared, {"x": x}, ("x",), expected=reference.relu_squared)
 
 
+def _add_lora(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_tokens = _dtype(generator), generator.randint(0, 4)
+    in_features, size, rank = generator.choice([8, 37]), generator.choice([16, 37]), generator.randint(1, 5)
+    arguments = {
+        "x": torch.randn(num_tokens, in_features).to(dtype),
+        "out": torch.randn(num_tokens, size).to(dtype),
+        "a": torch.randn(2, 2, rank, in_features).to(dtype),
+        "b": torch.randn(2, rank, size).to(dtype),
+        "ranks": torch.randint(0, rank + 1, (2, 2), dtype=torch.int32),
+        "columns": torch.tensor([[0, 9, 1], [9, size, 0]], dtype=torch.int32),
+        "slots": torch.randint(-1, 2, (num_tokens,), dtype=torch.int32),
+    }
+    return Call("add_lora", kernels.add_lora, arguments, ("out",), expected=reference.add_lora)
+
+
 def _sequences(generator: random.Random) -> tuple[dict[str, Any], int]:
     """Make the slots and lengths of ragged sequences. Return also how many tokens they have."""
     lengths = [generator.randint(0, 3) for _ in range(generator.randint(1, 3))]
@@ -401,7 +416,7 @@ def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
 
 def _attention(kernels: Kernels, generator: random.Random) -> Call:
     seq_lens = [generator.randint(1, 40) for _ in range(generator.randint(1, 3))]
-    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special"])
+    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special", "spans"])
     query_lens = [generator.randint(0, min(n, 5)) for n in seq_lens]
     num_kv_heads = generator.randint(1, 2)
     case = ragged_case(
@@ -421,10 +436,12 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
         case = quantized(case, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     elif kind == "special":
         case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
+    elif kind == "spans":
+        case["last_keys"] = last_keys_of(seq_lens, query_lens, generator)
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "softcap", "sliding_window")
+    optional = ("sinks", "softcap", "sliding_window", "last_keys")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)
@@ -546,7 +563,7 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
     _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
     _grouped_linear, _sum_experts, _scale_by_sigmoid, _gated_norm, _short_conv, _gated_delta,
-    _mamba2_scan, _relu_squared,
+    _mamba2_scan, _relu_squared, _add_lora,
 ]  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
             long = scaled_frequencies(rope, self.rotary_dim, is_long=True)
         self.long_offset = config.long_context.offset if config.long_context else 0
+        self.sections = None if config.vision is None else config.vision.sections
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
 
@@ -77,6 +78,14 @@ class RotaryEmbedding(nn.Module):
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
+        if batch.grid_positions is not None:
+            from .grid_angles import write_sections
+
+            assert self.sections is not None, "positions are of three numbers in models of images alone"
+            angles, rows, columns = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            write_sections(self.sections, angles.cos, rows.cos, columns.cos)
+            write_sections(self.sections, angles.sin, rows.sin, columns.sin)
+            return angles
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -86,6 +95,11 @@ class RotaryEmbedding(nn.Module):
             frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
             return self._angles(batch.positions % self.long_offset, frequencies)
         return self._table.take(batch.positions, self.kernels)
+
+    def _plain(self, positions: Tensor) -> Angles:
+        if self._table is None:
+            return self._angles(positions, self.inv_freq)
+        return self._table.take(positions, self.kernels)
 
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
@@ -202,14 +216,15 @@ class TokenRows(NamedTuple):
 
     angles: the angles of each rotary embedding of the model.
     inputs: the per-layer vectors of all layers, see PerLayerEmbeddings; None if the model has none.
-    real_count: see `Batch`.
+    real_count, adapters: see `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
     real_count: Tensor | None = None
+    adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n]."""
+        """Return the rows with these indices, i64[n], but for their adapters."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

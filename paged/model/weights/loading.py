@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +29,7 @@ from ...checkpoints.stored import (
     StoredRows,
     StoredTensor,
     StoredWeight,
+    ValueCheck,
     check_values,
     float_layout,
     format_of,
@@ -155,14 +156,23 @@ class Loader:
     kv_scales: Mapping[int, KVScales] = field(default_factory=dict)  # by layer
     # Bytes of the files that weights were read from, by the title of their format.
     num_bytes: Counter[str] = field(default_factory=Counter)
+    float_forms: Forms | None = None  # of weights that stay floats in a quantised model; None: as the others
 
-    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+    @property
+    def in_floats(self) -> Loader:
+        """The loader of weights that stay floats in a quantised model."""
+        return self if self.float_forms is None else replace(self, forms=self.float_forms)
+
+    def parameter(
+        self, rows: StoredRows, name: str, like: Tensor, check: ValueCheck | None = None
+    ) -> nn.Parameter:
         """Read a float parameter; if the checkpoint lacks it, return ones.
 
-        like: the parameter on the meta device.
+        like: the parameter on the meta device. check: what its values must be; None: finite.
         """
         if rows.parts:
-            value = self.read(rows, name, float_layout(like))
+            layout = float_layout(like)
+            value = self.read(rows, name, layout if check is None else layout._replace(check=check))
         else:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from ...kernels.seats import (
 from ...model.batch import Batch, Queries
 from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 MOST_PARTS = 1024  # of the static tensors that are kept
@@ -82,7 +83,10 @@ class _Step(NamedTuple):
     num_logits: int
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
+    runs: Sent | None  # of drafts, where there are states
+    adapters: StepAdapters | None
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
+    rope_offsets: Sent | None = None  # of each token
 
 
 class SeatedBatches:
@@ -116,11 +120,13 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         with_seats: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
         self.with_seats = with_seats
+        self.run_numbers = run_numbers
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
@@ -172,7 +178,8 @@ class SeatedBatches:
         padded = None
         max_decode_q = 1
         if num_logits and outputs is None and num_tokens <= self.capacity:
-            padded = self.padded_shape(num_rows, max_seqlen_q)
+            # A graph's decodes have no runs behind them.
+            padded = None if plan.unapplied else self.padded_shape(num_rows, max_seqlen_q)
             out = self.static(*(padded or (num_rows, num_tokens)))
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
@@ -202,7 +209,14 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             last_tokens=last_tokens,
+            rope_offsets=(
+                upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
+                if plan.rope_offsets
+                else None
+            ),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -226,6 +240,11 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
+        if step.rope_offsets is not None:
+            batch.positions = batch.positions + step.rope_offsets.tensor
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
