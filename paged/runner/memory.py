@@ -167,9 +167,9 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels, max_rows: int | None = None) -> int:
-    """Return the most bytes that partial results of split decodes take; the measured step has few.
+    """Return the maximum bytes of partial results of split decodes; the measured step has few of them.
 
-    max_rows: the most sequences; None: as many as may run.
+    max_rows: maximum number of sequences; None: as many as may run.
     """
     if max_rows is None:
         max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence
