@@ -94,16 +94,22 @@ $(VENV)/.torchless: pyproject.toml constraints.txt
 
 # Clients of the server for tests/server/test_clients.py and test_coding_agents.py, which are not Python or conflict
 # with what paged needs.
-clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed $(VENV)-clients/agents/.installed
+clients: $(VENV)-clients/litellm/.installed $(VENV)-clients/javascript/.installed $(VENV)-clients/agents/.installed \
+  $(VENV)-clients/ollama/.installed
 
 $(VENV)-clients/litellm/.installed:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install litellm==1.110.2
 	touch $@
 
+$(VENV)-clients/ollama/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install ollama==0.6.3
+	touch $@
+
 $(VENV)-clients/javascript/.installed:
 	npm install --prefix $(@D) --no-audit --no-fund openai@7.57.0 @anthropic-ai/sdk@1.14.0 @openai/agents@0.20.0 \
-	  zod@4.6.7 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105
+	  zod@4.6.7 ollama@0.6.4 ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/anthropic@4.0.105
 	touch $@
 
 # Coding agents, 1.2 GB. Their programs are in packages for each processor: no script of theirs has to be run.

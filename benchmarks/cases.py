@@ -12,7 +12,7 @@ from benchmarks.costs import copy_blocks_cost, rms_norm_cost, rotary_store_kv_co
 from benchmarks.shapes import AttentionShape
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions, AttentionPlan
-from paged.kernels.backend import Kernels
+from paged.kernels.operations import Kernels
 
 # ‖out - reference‖ / ‖reference‖ in float32.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1e-2}

@@ -13,8 +13,8 @@ from benchmarks.cases import assert_close
 from benchmarks.coded_cases import random_codes
 from benchmarks.costs import linear_cost
 from paged.kernels import reference
-from paged.kernels.backend import Kernels
 from paged.kernels.codes import PackedCodes, PackedExperts, grouped_coded_linear, pack_codes, stack_codes
+from paged.kernels.operations import Kernels
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from paged.model.weights.gpu_codes import quantized
 

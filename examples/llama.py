@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 import paged
 from paged.blocks.manager import BlockManager
 from paged.kernels.attention_options import AttentionOptions
-from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.backend import load_kernels
+from paged.kernels.operations import Kernels
 from paged.requests.request import Request, RequestInputs
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.scheduler import Scheduler

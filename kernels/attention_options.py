@@ -39,6 +39,7 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None  # f32[num_heads]
     key_scales: Tensor | None = None  # f32[num_blocks, num_kv_heads, block_size], of an fp8 or int8 cache
     value_scales: Tensor | None = None  # like key_scales
+    last_keys: Tensor | None = None  # i32[num_tokens], the last position that each token sees
 
 
 FIRST_TENSOR: Final = 7  # among the fields of AttentionOptions
@@ -67,7 +68,7 @@ def layout_of(
     return (
         query.shape, query.dtype, query.stride(), key_cache.shape, key_cache.dtype, key_cache.stride(),
         value_cache.shape, value_cache.stride(), block_tables.shape, block_tables.stride(), seq_lens.shape,
-        options[:FIRST_TENSOR],
+        options[:FIRST_TENSOR], options.last_keys is None,
     )  # fmt: skip
 
 
@@ -129,6 +130,8 @@ def check_attention(
         check_positive("block_tables.shape[1]", block_tables.shape[1])
     if options.sinks is not None:
         check_shape("sinks", options.sinks, (num_heads,), torch.float32)
+    if options.last_keys is not None:
+        check_shape("last_keys", options.last_keys, (num_tokens,), torch.int32)
     tensors = {
         "query": query,
         "key_cache": key_cache,
@@ -137,6 +140,7 @@ def check_attention(
         "seq_lens": seq_lens,
         "cu_seqlens_q": cu_seqlens_q,
         "sinks": options.sinks,
+        "last_keys": options.last_keys,
     }
     for name, tensor in tensors.items():
         if tensor is not None:
@@ -197,7 +201,19 @@ def check_contents(
                 f"seq_lens[{i}] must hold its {query_len} new tokens and fit {block_tables.shape[1]} blocks "
                 f"of {block_size}, got {seq_len}"
             )
+        if options.last_keys is not None:
+            _check_last_keys(i, options.last_keys[start:end].tolist(), seq_len)
         low = max(0, seq_len - query_len - options.sliding_window + 1) if options.sliding_window else 0
         used = block_tables[i, low // block_size : -(-seq_len // block_size)]
         if not bool(((used >= 0) & (used < num_blocks)).all()):
             raise ValueError(f"block_tables[{i}] must hold blocks below {num_blocks}, got {used.tolist()}")
+
+
+def _check_last_keys(i: int, last_keys: list[int], seq_len: int) -> None:
+    """Raise ValueError unless each new token of sequence i sees itself, and nothing past its end."""
+    for position, last in enumerate(last_keys, seq_len - len(last_keys)):
+        if not position <= last < seq_len:
+            raise ValueError(
+                f"last_keys of position {position} of sequence {i} must be from {position} to {seq_len - 1}, "
+                f"got {last}"
+            )

@@ -1,7 +1,7 @@
 """The definition of every operation in plain torch: the oracle that all backends are tested against.
 
-Operations stand in the order of `backend.Kernels`, each followed by the functions that it alone needs. They
-loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
+Operations stand in the order of `operations.Kernels`, each followed by the functions that it alone needs.
+They loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
 """
 
 import torch
@@ -552,7 +552,8 @@ def paged_attention(
         v = _gather(value_cache, options.value_scales, block_tables[i], low, seq_len, q)
         query_pos = torch.arange(first, seq_len, device=query.device)[:, None]
         key_pos = torch.arange(low, seq_len, device=query.device)[None, :]
-        seen = key_pos <= query_pos
+        last_keys = query_pos if options.last_keys is None else options.last_keys[start:end, None]
+        seen = key_pos <= last_keys
         if window is not None:
             seen = seen & (key_pos > query_pos - window)
         scores = torch.einsum("qhd,khd->hqk", q, k) * float(options.scale)

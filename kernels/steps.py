@@ -84,11 +84,13 @@ class StepRecorder(Protocol):
 class Needs(NamedTuple):
     """What a backend that compiles ahead of time has to compile.
 
-    operations: names in `backend.Kernels`: the operations of the model's layers, and all operations that a
+    operations: names in `operations.Kernels`: the operations of the model's layers, and all operations that a
         request may need.
     head_dims: the head dimensions of K and V in all layers.
     quantization: the format to which float weights are quantised while loading; None if they are not.
     has_codes: whether weights may be stored quantised in the checkpoint.
+    tower_head_dim: the head dimension of a vision tower, whose K and V have the model's dtype; None if there
+        is no tower.
     """
 
     operations: frozenset[str]
@@ -97,3 +99,4 @@ class Needs(NamedTuple):
     head_dims: frozenset[tuple[int, int]]
     quantization: str | None
     has_codes: bool
+    tower_head_dim: int | None = None

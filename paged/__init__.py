@@ -35,13 +35,7 @@ from .base.errors import (
 )
 from .base.missing_names import MissingNames as _MissingNames
 from .options.config import EngineConfig
-from .options.sampling_params import (
-    BeamSearchParams,
-    PoolingParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from .options.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from .requests.request import (
     CompletionOutput,
     Logprob,
@@ -58,6 +52,7 @@ if TYPE_CHECKING:
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .engine.engine import LLMEngine
     from .engine.scoring import ScoreOutput
+    from .options.other_calls import BeamSearchParams, PoolingParams
 
     LLM = LLMEngine
     AsyncLLM = AsyncLLMEngine
@@ -111,17 +106,19 @@ __all__ = [
 ]
 
 
-# Modules of the names that import torch, which takes seconds. They are imported on first use, so that
-# `paged --help` and the message of a mistyped option appear at once.
+# Modules of the names that are imported on first use. Most import torch, which takes seconds, and
+# `paged --help` and the message of a mistyped option must appear at once.
 _MODULES = {
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchOutput": "engine.beam_search",
+    "BeamSearchParams": "options.other_calls",
     "BeamSearchSequence": "engine.beam_search",
     "EmbeddingOutput": "engine.embedding",
     "EmbeddingRequestOutput": "engine.embedding",
     "EngineArgs": "commands.engine_args",
     "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
+    "PoolingParams": "options.other_calls",
     "ScoreOutput": "engine.scoring",
 }
 

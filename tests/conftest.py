@@ -12,6 +12,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # no models.toml of the user's; a test that needs one names it
 os.environ["PAGED_NO_WEIGHTS_CACHE"] = "1"  # a test that keeps packed weights names a folder
 
 import pytest  # noqa: E402

@@ -25,7 +25,7 @@ from tests.support.plain_mutations import Mutation
 from tests.support.planting import ROOT, Bug, Change
 from tests.support.trials import Result, Trial
 
-_OF_BLOCKS = [f"tests/blocks/test_block_{name}.py" for name in ("pool", "manager")]
+_OF_BLOCKS = [f"tests/blocks/test_block_{name}.py" for name in ("pool", "manager", "snapshots")]
 _OF_SCHEDULER = [
     f"tests/scheduler/test_{name}.py"
     for name in ("scheduler", "drafts", "preemption", "held", "policies", "ahead")
@@ -66,6 +66,14 @@ def _tests() -> list[tuple[str, Path]]:
     return [(name, file.relative_to(ROOT)) for file in files for name in tests.findall(file.read_text())]
 
 
+@functools.cache
+def _has_cases(file: Path, function: str) -> bool:
+    found = re.search(
+        rf"((?:^@.*\n(?:[ )\]}}].*\n)*)+)(?:async )?def {function}\(", (ROOT / file).read_text(), re.M
+    )
+    return found is not None and "parametrize" in found[1]
+
+
 def trial_of(mutant: Bug | Mutation) -> Trial:
     """Return the trial of a mutant: by its own test if it names one."""
     change = mutant.change()
@@ -78,6 +86,8 @@ def trial_of(mutant: Bug | Mutation) -> Trial:
         files = [each for known, each in _tests() if known == function and f"{each}".endswith(file)]
         if len(files) != 1:
             raise LookupError(f"bug {name!r}: {len(files)} files of tests have {head}, not one")
+        if bracket and not _has_cases(files[0], function):
+            raise LookupError(f"bug {name!r}: {head} has no cases")
         look = f"{files[0]}::{function}{bracket}{case}"
     return Trial(name, (look,), change)
 

@@ -12,7 +12,7 @@ changes what is read, and everything that is read is compared with the content o
 each step every invariant is checked.
 
 In some worlds layers keep states, which a seat has: a hash of the tokens that it has seen. It is compared
-whenever a step begins with it.
+whenever a step begins with it, and so are the snapshots by which prompts begin behind cached blocks.
 
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
@@ -42,12 +42,14 @@ from paged.base.errors import QueueFullError
 from paged.blocks.manager import BlockManager
 from paged.blocks.pool import BlockPool
 from paged.blocks.prefix_chain import sha256_block
+from paged.blocks.snapshots import Snapshots
 from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
 from paged.options.sampling_params import SamplingParams
 from paged.ranks.messages import MessageReader, MessageWriter
 from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
-from paged.runner.plan import IN_SEAT, ComputedPart, Planner, StepPlan
+from paged.runner.plan import IN_SEAT, ComputedPart, Planner
+from paged.runner.plan_bytes import from_bytes, to_bytes
 from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule, StepOutput
@@ -131,13 +133,16 @@ class WatchedManager(BlockManager):
 
     def state(self) -> bytes:
         """Return everything that the check reads."""
-        sequences = [(seq.capacity, seq.num_dropped, seq.tables) for seq in self._sequences]
+        sequences = [(seq.capacity, seq.num_dropped, seq.tables, seq.rolling) for seq in self._sequences]
         pools = (state_of(vars(self.pool)), state_of(vars(self.host_pool)))
-        return marshal.dumps((pools, sequences, self._pins, dict(self._pinned)), 2)
+        states = None if self.snapshots is None else [*vars(self.snapshots).values()]
+        return marshal.dumps((pools, sequences, self._pins, dict(self._pinned), f"{states}"), 2)
 
 
 # Without the number of steps, which alone changes nothing.
-state_of = operator.itemgetter(*sorted(vars(BlockPool(1)).keys() - {"_steps_begun", "_steps_ended"}))
+state_of = operator.itemgetter(
+    *sorted(vars(BlockPool(1)).keys() - {"_steps_begun", "_steps_ended", "on_drop"})
+)
 
 
 class WatchedScheduler(Scheduler):
@@ -164,7 +169,11 @@ class WatchedScheduler(Scheduler):
         return super().schedule()
 
     def has_lost_blocks(self, request: Request) -> bool:
-        """Return whether a waiting request finds fewer cached tokens than it was to begin with."""
+        """Return whether a waiting request finds fewer cached tokens than it was to begin with, or waits for
+        a snapshot that this step leaves behind.
+        """
+        if request.blocks.is_due:
+            return True
         return self._queue.need(request).num_computed_tokens < self.num_cached
 
 
@@ -270,6 +279,14 @@ class World:
         ahead = seed % 8 != 3 and random.Random(seed ^ AHEAD).random() < 0.4
         has_states = stateful.random() < 0.3 and not ahead
         num_host_states = stateful.randint(0, 3) if has_states else None
+        self.max_preemptions = rng.choice((1, 2, 8))
+        self.max_num_seqs = rng.randint(1, 6)
+        self.snapshots: Snapshots | None = None
+        if has_states and caches:
+            num_snapshots = stateful.choice((0, 1, 1, 2, 3, 8, 30))
+            interval = stateful.choice((1, 2, 3, 100)) * self.block_size
+            if num_snapshots:
+                self.snapshots = Snapshots(num_snapshots, self.max_num_seqs, self.block_size, interval)
         self.manager = WatchedManager(
             num_blocks,
             self.block_size,
@@ -277,13 +294,14 @@ class World:
             max_step_tokens=self.max_chunk,
             num_host_blocks=num_host_blocks,
             num_host_states=num_host_states,
-            enable_prefix_caching=caches and not has_states,
+            enable_prefix_caching=self.snapshots is not None if has_states else caches,
             hash_block=weak_hash if self.collides else sha256_block,
+            snapshots=self.snapshots,
         )
-        self.max_preemptions = rng.choice((1, 2, 8))
-        self.max_num_seqs = rng.randint(1, 6)
-        # By slot: seats, then those of host memory.
-        self.states = [-1] * (self.max_num_seqs + (num_host_states or 0)) if has_states else []
+        # By slot: seats, then those of snapshots, then those of host memory.
+        num_slots = 0 if self.snapshots is None else self.snapshots.num_slots
+        num_states = self.max_num_seqs + num_slots + (num_host_states or 0)
+        self.states = [-1] * num_states if has_states else []
         self.policy_name = rng.choice(POLICIES)
         self.has_order = self.policy_name in ("fcfs", "priority")  # where no request overtakes another
         self.scheduler = WatchedScheduler(
@@ -510,6 +528,7 @@ class World:
         self.drawn.clear()
         for block in (*self.memory, *self.host):
             block[:] = UNWRITTEN * len(block)
+        self.states = [-1] * len(self.states)
         self.pins.clear()  # with the prefix cache
         self.scheduler.check()
         assert not any(r.num_pending for r, _ in self.live.values()), "tokens are pending without a step"
@@ -667,7 +686,7 @@ class World:
         """Copy blocks and write new slots. They are read as late as possible, when the step ends."""
         made = self.planner.plan(schedule)
         self.send(made.computed, schedule.requests)
-        plan = (StepPlan.from_bytes(*made.to_bytes()) if self.sends_bytes else made).computed
+        plan = from_bytes(to_bytes(made.computed)) if self.sends_bytes else made.computed
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         move_blocks(plan, self.memory, self.host)
@@ -687,6 +706,7 @@ class World:
                 self.write(request, table, start, tokens)
             if self.states:
                 self.advance(request, seat, start, tokens)
+        self.check_snapshots()
         # Requests without a sampled token read their slots too, up to the last token of this step.
         sampled = {*plan.sampled_seats}
         others = {seat: row for row, seat in enumerate(plan.seats) if seat not in sampled}
@@ -727,6 +747,18 @@ class World:
         state = self.states[seat] if start else begun
         assert state == expected, "a state has seen other tokens"
         self.states[seat] = state_after(state, tokens)
+
+    def check_snapshots(self) -> None:
+        """Assert that each snapshot has seen the tokens up to the end of its block, and no other."""
+        moves = self.scheduler._running.states
+        if self.snapshots is None or moves is None:
+            return
+        pending = {to for _, to in moves._moves}  # moved at the beginning of the next step
+        block_of = {serial: block for block, serial in enumerate(self.manager.pool._serials)}
+        for serial, slot in self.snapshots.items():
+            at = self.max_num_seqs + slot
+            value = int.from_bytes(self.memory[block_of[serial]][-4:], "little")
+            assert at in pending or self.states[at] == value, "a snapshot has seen other tokens"
 
     def check_seats(self, schedule: Schedule) -> None:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""

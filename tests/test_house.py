@@ -7,13 +7,14 @@ from tests.house import CHOSEN, COMMANDS, imported_by, imported_by_command
 pytest.importorskip("numba")
 
 MOST_MODULES = 130
-MOST_LINES = 23_700  # 22,000 are wanted
+MOST_LINES = 22_000
 
 
 @pytest.fixture(scope="module")
 def plain():
-    imported_by("plain")  # compiles what is not in the cache
-    return imported_by("plain")
+    found = imported_by("plain")
+    compiles = "paged.kernels.cpu.compiling" in found.own  # what was not in the cache
+    return imported_by("plain") if compiles else found
 
 
 def test_a_plain_generation_imports_little(plain):

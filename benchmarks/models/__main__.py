@@ -28,7 +28,9 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
                process was made, memory is the most that was resident, and what is this process's alone.
                decode is the speed of kept weights over that of packed ones, in turns in one process.
                Then commands as whole processes, in turns with the imports that they cannot do without; and
-               the first start of a fresh clone, which compiles kernels
+               the first start of a fresh clone, which compiles kernels. And the first token of a GGUF file of
+               SmolLM2-135M's shape, in turns with `import torch` and, after make peers PEERS=llama-cpp, with
+               llama.cpp; the KV caches of both have room for 1024 tokens
 
 Every way is a process that loads the model once. It first proves on a small run that its tokens are those of
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
@@ -50,6 +52,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import checkpoint, print_json, print_table
+from benchmarks.models.beside_llama_cpp import gguf_rows
 from benchmarks.models.commands import command_rows
 from benchmarks.models.counts import assert_equal_cost, assert_within_windows, counts
 from benchmarks.models.kept import kept_rows
@@ -89,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows["imports"] = run_imports(args)
     if "starts" in args.section:
         rows["commands"] = command_rows(args.rounds, args.threads)
+        small = "demo" if args.quick else "llama-135m"
+        if found := gguf_rows(small, checkpoint(small), args.rounds, args.threads):
+            rows["a GGUF file"] = found
         shape = "gemma3-tiny" if args.quick else "tinyllama-1.1b"
         rows["kept weights"] = []
         for options in ((), ("quantization=int8",), ("quantization=int4",)):

@@ -24,12 +24,12 @@ def kept_rows(shape: str, directory: str, rounds: int, threads: int, *options: s
     """
     found: dict[str, list[dict[str, Any]]] = {"packed": [], "kept": [], "second replica": []}
     with tempfile.TemporaryDirectory(prefix="paged-kept-") as cache:
-        first = _start(directory, threads, cache, *options, "wait=1")
+        first = kept_start(directory, threads, cache, *options, "wait=1")
         for _ in range(rounds):
-            found["packed"].append(_start(directory, threads, "", *options))
-            found["kept"].append(_start(directory, threads, cache, *options))
+            found["packed"].append(kept_start(directory, threads, "", *options))
+            found["kept"].append(kept_start(directory, threads, cache, *options))
             found["second replica"].append(_beside(directory, threads, cache, *options))
-        speeds = _start(directory, threads, cache, *options, f"compare={8 * rounds}")
+        speeds = kept_start(directory, threads, cache, *options, f"compare={8 * rounds}")
     rows: list[Row] = []
     for way, runs in found.items():
         rows.append(
@@ -42,14 +42,12 @@ def kept_rows(shape: str, directory: str, rounds: int, threads: int, *options: s
                 "pages": runs[-1]["pages"],
             }
         )
-    rows.append(
-        {"shape": shape, "start": "first", **{k: first[k] for k in rows[0] if k in first}, "decode": 1.0}
-    )
-    return rows
+    known = {**first, "shape": rows[0]["shape"], "start": "first", "decode": 1.0}
+    return [*rows, {key: known[key] for key in rows[0]}]
 
 
-def _start(directory: str, threads: int, cache: str, *options: str) -> dict[str, Any]:
-    """Start an engine in a process of its own."""
+def kept_start(directory: str, threads: int, cache: str, *options: str) -> dict[str, Any]:
+    """Start an engine in a process of its own. Return what one_kept_start.py prints."""
     process = _process(directory, threads, cache, *options)
     return _result(process)
 
@@ -59,7 +57,7 @@ def _beside(directory: str, threads: int, cache: str, *options: str) -> dict[str
     with _process(directory, threads, cache, *options, "hold=1") as other:
         assert other.stdout is not None
         other.stdout.readline()
-        found = _start(directory, threads, cache, *options)
+        found = kept_start(directory, threads, cache, *options)
         other.communicate("")
     return found
 

@@ -1,4 +1,4 @@
-"""The "numba" backend: compiled for the CPU that it runs on. Implements `backend.Kernels`.
+"""The "numba" backend: compiled for the CPU that it runs on. Implements `operations.Kernels`.
 
 The module of an operation is imported at its first use: a model takes few of them.
 """
@@ -29,29 +29,29 @@ split_keys = SPLIT_KEYS
 OPERATIONS = {
     "add": ".rows.row_kernels",
     "apply_penalties": ".sampling.logits",
-    "clamped_swiglu": ".rows.row_kernels",
+    "clamped_swiglu": ".rows.activations",
     "copy_blocks": "..plain.backend",
     "gated_delta": ".states.gated_delta",
     "gated_norm": ".rows.gated_norm",
-    "gelu": ".rows.row_kernels",
-    "gelu_and_mul": ".rows.row_kernels",
+    "gelu": ".rows.activations",
+    "gelu_and_mul": ".rows.activations",
     "greedy": ".rows.row_kernels",
     "greedy_of_allowed": ".sampling.logits",
     "grouped_linear": "..plain.backend",
-    "layer_norm": ".rows.norms",
+    "layer_norm": ".rows.layer_norm",
     "mamba2_scan": ".states.mamba2_scan",
     "mask_logits": ".sampling.logits",
     "paged_attention": ".attention.paged_attention",
     "plan_attention": ".attention.paged_attention",
-    "relu_squared": ".rows.row_kernels",
+    "relu_squared": ".rows.activations",
     "rms_norm": ".rows.norms",
     "rms_norm_into": ".rows.norms",
     "rotary_store_kv": ".rows.rotary_store_kv",
     "route": ".rows.experts",
     "sample_tokens": ".sampling.sample_tokens",
-    "scale_and_cap": ".rows.row_kernels",
-    "scale_by_sigmoid": ".rows.scale_by_sigmoid",
-    "scale_rows": ".rows.row_kernels",
+    "scale_and_cap": ".rows.scales",
+    "scale_by_sigmoid": ".rows.scales",
+    "scale_rows": ".rows.scales",
     "short_conv": ".states.short_conv",
     "silu_and_mul": ".rows.row_kernels",
     "sort_by_expert": ".rows.experts",

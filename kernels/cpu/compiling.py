@@ -24,6 +24,7 @@ import torch
 
 from .launch import code_cache
 from .launch.code_cache import SECONDS, missing_kernels, seconds_of
+from .launch.compiled_files import claimed
 from .target import writable_directory
 from .variants import compile_only
 
@@ -179,7 +180,7 @@ def work(
 
         num_compiled = 0
         for name in reversed(missing) if quickest_first else missing:
-            with code_cache.claimed(name) as is_claimed:
+            with claimed(name) as is_claimed:
                 if is_claimed and is_wanted() and code_cache.holder_of(name) is None:
                     compile_kernel(code_cache.parts(name)[0])
                     num_compiled += 1

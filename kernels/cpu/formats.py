@@ -48,6 +48,11 @@ BF12_GROUP_BYTES = HEAD_BYTES + PARTS * PART_BYTES
 BF12, BFLOAT16_PAIRS, INT8_PAIRS, BF12_PAIRS = range(5, 9)
 # The kinds from CODES4 on have factors for groups of inputs.
 CODES4, CODES8, E4M3, CODES4_PAIRS, CODES8_PAIRS, E4M3_PAIRS = range(9, 15)
+# The format in pairs of each that has one.
+PAIRS = {
+    BFLOAT16: BFLOAT16_PAIRS, BF12: BF12_PAIRS, INT8: INT8_PAIRS, CODES4: CODES4_PAIRS,
+    CODES8: CODES8_PAIRS, E4M3: E4M3_PAIRS,
+}  # fmt: skip
 
 _INSTRUCTIONS = {"AVX512-BF16 and VBMI": HAS_DOT, "AVX2 or AVX512-BW": HAS_LOOKUP}
 _DOT, _LOOKUP = _INSTRUCTIONS
@@ -118,71 +123,6 @@ E4M3_UNIT = 2.0**-8
 LEAST_GROUP = 16  # inputs
 MOST_GROUP = 128  # a larger one is read as several that have the same factors
 NONE = -1  # the kind of a factor that a weight does not have
-
-
-class FactorHead(NamedTuple):
-    """The header of a weight's factors: integers, followed by the table."""
-
-    group: int  # inputs of a group as readers take it: a power of two from LEAST_GROUP to MOST_GROUP
-    stored_group: int  # inputs of a group as it is stored, a multiple of `group`
-    unit_groups: int  # groups, as they are stored, that share a unit
-    # kinds of numbers
-    scale: int
-    zero: int
-    offset: int
-    scale_unit: int
-    offset_unit: int
-    low_unit: int
-    units_at: int  # bytes of a panel's groups, which its units follow
-    panel_bytes: int
-
-
-TABLE_AT = 8 * len(FactorHead._fields)
-FACTORS_AT = -(-(TABLE_AT + 4 * TABLE_SIZE) // 64) * 64
-
-
-def head_of(
-    in_features: int,
-    stored_group: int,
-    unit_groups: int,
-    scale: int,
-    zero: int = NONE,
-    offset: int = NONE,
-    scale_unit: int = NONE,
-    offset_unit: int = NONE,
-    low_unit: int = NONE,
-) -> FactorHead:
-    """Make the header for a weight's quantisation factors. Each kind of factor has a number format, or NONE.
-
-    `group_of(stored_group)` must be at least LEAST_GROUP.
-    """
-    group_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale, zero, offset) if kind != NONE)
-    unit_bytes = PANEL * sum(ITEM_SIZES[kind] for kind in (scale_unit, offset_unit, low_unit) if kind != NONE)
-    units_at = in_features // stored_group * group_bytes
-    panel_bytes = units_at + in_features // (stored_group * unit_groups) * unit_bytes
-    kinds = scale, zero, offset, scale_unit, offset_unit, low_unit
-    return FactorHead(group_of(stored_group), stored_group, unit_groups, *kinds, units_at, panel_bytes)
-
-
-def group_of(stored_group: int) -> int:
-    """Return how many inputs share factors in memory. Readers cannot use a group smaller than LEAST_GROUP."""
-    return min(stored_group & -stored_group, MOST_GROUP)
-
-
-def is_valid_head(head: FactorHead, in_features: int) -> bool:
-    """Return whether this is a valid header for the factors of a weight with in_features inputs."""
-    _, stored_group, unit_groups, *kinds, _, _ = head
-    scale, zero, offset, scale_unit, offset_unit, low_unit = kinds
-    if min(stored_group, unit_groups) < 1 or in_features % (stored_group * unit_groups):
-        return False
-    if not all(NONE <= kind < len(ITEM_SIZES) for kind in kinds) or scale == NONE:
-        return False
-    if NONE not in (zero, offset) or (offset == NONE and offset_unit != NONE):
-        return False
-    if low_unit != NONE and scale_unit == NONE:
-        return False
-    is_readable = group_of(stored_group) >= LEAST_GROUP
-    return is_readable and head == head_of(in_features, stored_group, unit_groups, *kinds)
 
 
 def expanded_bytes(num_inputs: int) -> int:

@@ -13,21 +13,17 @@ import torch
 from ..steps import Needs
 from .formats import (
     BF12,
-    BF12_PAIRS,
     BFLOAT16,
     BFLOAT16_PAIRS,
     CODES4,
-    CODES4_PAIRS,
     CODES8,
-    CODES8_PAIRS,
     E4M3,
-    E4M3_PAIRS,
     FLOAT16,
     FLOAT32,
     FORMATS,
     INT8,
-    INT8_PAIRS,
     KINDS,
+    PAIRS,
     UNPACKED,
 )
 from .launch.code_cache import SECONDS, parts, variant
@@ -108,10 +104,6 @@ _ALWAYS = (
     "rows.take_rows.take_panel_rows",
 )
 _NUMBERS = {torch.bfloat16: (BFLOAT16, BF12), torch.float16: (FLOAT16,)}
-_PAIRS = {
-    BFLOAT16: BFLOAT16_PAIRS, BF12: BF12_PAIRS, INT8: INT8_PAIRS, CODES4: CODES4_PAIRS,
-    CODES8: CODES8_PAIRS, E4M3: E4M3_PAIRS,
-}  # fmt: skip
 
 
 def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
@@ -119,8 +111,11 @@ def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
     names = {name for operation in needs.operations for name in _kernels_of(operation)}
     names.update(_ALWAYS, _packers(needs))
     dtype, cache_dtype = KINDS[needs.dtype], KINDS[needs.cache_dtype]
+    attention = attention_kinds(dtype, cache_dtype, needs.head_dims)
+    if needs.tower_head_dim is not None:
+        attention |= attention_kinds(dtype, dtype, [(needs.tower_head_dim, needs.tower_head_dim)])
     kinds = {
-        ATTENTION_KERNEL: attention_kinds(dtype, cache_dtype, needs.head_dims),
+        ATTENTION_KERNEL: attention,
         LINEAR_KERNEL: weight_kinds(_formats(needs)),
         ROTARY_KERNEL: frozenset((dtype, cache_dtype)),
     }
@@ -152,7 +147,7 @@ def _formats(needs: Needs) -> Iterator[int]:
         numbers += CODES4, CODES8, E4M3
     in_pairs = HAS_DOT and needs.dtype == torch.bfloat16
     for kind in numbers:
-        if not in_pairs or kind not in _PAIRS:
+        if not in_pairs or kind not in PAIRS:
             yield kind
-        if (in_pairs or (HAS_TILES and needs.dtype == torch.float32)) and kind in _PAIRS:
-            yield _PAIRS[kind]
+        if (in_pairs or (HAS_TILES and needs.dtype == torch.float32)) and kind in PAIRS:
+            yield PAIRS[kind]

@@ -1,4 +1,4 @@
-"""The "triton" backend: for CUDA and ROCm GPUs, or Triton's interpreter. Implements `backend.Kernels`."""
+"""The "triton" backend: for CUDA and ROCm GPUs, or Triton's interpreter. Implements `operations.Kernels`."""
 
 import torch
 

@@ -68,9 +68,6 @@ class Launches(Generic[P, T]):
         self._kept: dict[object, T] = {}
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def find(self, key: tuple[object, ...] | None, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the launches bound for this `combination`. Without any, check the arguments and bind."""
         try:

@@ -1,4 +1,4 @@
-"""The "torch" backend: plain torch, on any device. Implements `backend.Kernels`.
+"""The "torch" backend: plain torch, on any device. Implements `operations.Kernels`.
 
 An operation that plain torch computes no faster than the reference is the reference's.
 """

@@ -13,6 +13,7 @@ from .spec import AttentionSpec, KVShape, LayerSpec, LongContext, NormSpec, Rope
 
 if TYPE_CHECKING:
     from .states import StateSpec
+    from .towers import VisionSpec
 
 DEMO = Path(__file__).parents[1] / "demo"  # the checkpoint that model="demo" stands for
 
@@ -191,6 +192,7 @@ class ModelConfig:
     has_head: bool = True
     # Token ids that stand for images, audio or video, whose part of the model is not loaded; and their names
     placeholders: tuple[tuple[int, str], ...] = ()
+    vision: VisionSpec | None = None  # what it sees images with, if that is loaded
 
     @property
     def max_context(self) -> int:

@@ -24,6 +24,8 @@ OVERRIDDEN_KEY = "gguf_overridden_tokens"
 # The key that has its pooling_type, of embeddings; and llama.cpp's numbers there, enum llama_pooling_type.
 POOLING_KEY = "gguf_pooling_type"
 GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
+# A file that marks a directory whose files of weights have headers alone.
+HEADERS_ALONE = "paged.headers_alone"
 SUFFIX = ".gguf"  # in small letters or capitals
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
 _MAX_PARTS = 1024

@@ -226,13 +226,16 @@ def require_supported(hf: Config) -> str:
     names = hf.get("architectures")
     if not names:
         kind = f" (its model_type is {shown(hf['model_type'])})" if hf.get("model_type") else ""
-        raise UnsupportedModelError(f"architectures is missing{kind}; `paged models` lists what it may name")
+        raise UnsupportedModelError(
+            f"architectures is missing{kind}; `paged models --architectures` lists what it may name"
+        )
     name = names[0] if isinstance(names, list) else names
     known = _known(name) if isinstance(name, str) else None
     if known is None:
         code = ", and the checkpoint's own code (auto_map) is never run" if hf.get("auto_map") else ""
         raise UnsupportedModelError(
-            f"architecture {shown(name)} is not supported{code}; `paged models` lists those that are"
+            f"architecture {shown(name)} is not supported{code}; "
+            "`paged models --architectures` lists those that are"
         )
     model_type = hf.get("model_type")
     if model_type != known.model_type:

@@ -7,11 +7,16 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
 from .pool import BlockId, BlockPool
 from .prefix_chain import HashBlock, PrefixChain, sha256_block
 from .sequence import NEVER, SequenceBlocks
+
+if TYPE_CHECKING:
+    from .content_chain import Content
+    from .snapshots import Snapshots
 
 # A decoding sequence registers this many full blocks at once: a call costs more than a block is worth.
 REGISTER_EVERY = 4
@@ -33,6 +38,7 @@ class BlockManager:
     num_host_blocks: number of blocks in host memory for sequences that are swapped out.
     num_host_states: number of places in host memory for recurrent states of swapped-out sequences; None if
         the model has no such states.
+    snapshots: where the states of cached prefixes are. Without them a sequence with states has no prefix hit.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class BlockManager:
         num_host_states: int | None = None,
         enable_prefix_caching: bool = True,
         hash_block: HashBlock = sha256_block,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -56,6 +63,10 @@ class BlockManager:
         # The lowest is taken first. Moves of states are made in order, so that one is free at once.
         self._free_host_states = [*range((num_host_states or 0) - 1, -1, -1)]
         self._num_host_states = num_host_states or 0
+        self.snapshots = snapshots
+        if snapshots is not None:
+            self.pool.on_drop = snapshots.drop
+        assert snapshots is not None or not (self.has_states and enable_prefix_caching), "hits need states"
         self._hash_block = hash_block
         # The tokens of one step and the window before them, wherever block boundaries lie.
         spans = [w and w - 1 + max_step_tokens for w in self.windows]
@@ -65,6 +76,7 @@ class BlockManager:
         self._sequences: set[SequenceBlocks] = set()
         self._pins: dict[str, list[list[BlockId]]] = {}
         self._pinned: Counter[BlockId] = Counter()  # number of pins on each block
+        self._pinned_states: dict[str, int] = {}  # by pin, the serial of the block before its state
 
     # Sizes
 
@@ -146,11 +158,16 @@ class BlockManager:
 
     # The life of a sequence
 
-    def open(self, token_ids: Sequence[int], namespace: bytes = b"") -> SequenceBlocks:
-        """Create a sequence without blocks, and hash the full blocks of its prompt."""
+    def open(
+        self, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> SequenceBlocks:
+        """Create a sequence without blocks, and hash the full blocks of its prompt.
+
+        contents: of which some tokens are placeholders.
+        """
         chain = None
         if self.enable_prefix_caching:
-            chain = PrefixChain(namespace, self._hash_block)
+            chain = self._new_chain(namespace, contents)
             chain.extend(token_ids, (len(token_ids) - 1) // self.block_size, self.block_size)
         return SequenceBlocks(len(self.windows), chain)
 
@@ -160,13 +177,15 @@ class BlockManager:
         """Return the cached blocks of the longest known prefix, for each group, without adding references.
 
         The prefix ends before the token `first_needed`, the first whose logits are needed; None means the
-        last token.
+        last token. Where sequences have states, it ends where there is a snapshot of them.
         """
         if seq.chain is None:
             return [[] for _ in self.windows]
         most = (len(token_ids) - 1) // self.block_size
         seq.chain.extend(token_ids, most, self.block_size)
-        return self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
+        hits = self._match(seq.chain, most if first_needed is None else first_needed // self.block_size)
+        seq.last_place = most * self.block_size
+        return hits if self.snapshots is None else self._cut(hits, seq)
 
     def start(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> int:
         """Start a sequence with cached blocks from `match`. Return how many tokens they hold."""
@@ -292,6 +311,9 @@ class BlockManager:
         seq.host = None
         if seq.host_state is not None:
             self.take_host_state(seq)
+        if seq.rolling is not None and self.snapshots is not None:
+            self.snapshots.release(seq.rolling[0])
+            seq.rolling = None
 
     # Swapping
 
@@ -380,21 +402,39 @@ class BlockManager:
 
     # Pins
 
-    def find(self, token_ids: Sequence[int], namespace: bytes = b"") -> list[list[BlockId]]:
-        """Return the cached blocks of the longest known prefix, for each group, up to the last token."""
-        chain = PrefixChain(namespace, self._hash_block)
+    def _new_chain(self, namespace: bytes, contents: Sequence[Content]) -> PrefixChain:
+        if not contents:
+            return PrefixChain(namespace, self._hash_block)
+        from .content_chain import ContentChain
+
+        return ContentChain(contents, self.block_size, namespace, self._hash_block)
+
+    def find(
+        self, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> list[list[BlockId]]:
+        """Return the cached blocks of the longest known prefix, for each group, up to the last token.
+
+        Where sequences have states, it ends where there is a snapshot of them.
+        """
+        chain = self._new_chain(namespace, contents)
         num_blocks = len(token_ids) // self.block_size
         chain.extend(token_ids, num_blocks, self.block_size)
-        return self._match(chain, num_blocks)
+        hits = self._match(chain, num_blocks)
+        return hits if self.snapshots is None else self._cut(hits, SequenceBlocks(0, None))
 
-    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes = b"") -> int:
+    def pin(
+        self, name: str, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
+    ) -> int:
         """Hold the cached blocks of a prefix under a name. Return how many tokens they hold."""
         if name in self._pins:
             raise UsageError(f"{name!r} is pinned already")
-        self._pins[name] = self.find(token_ids, namespace)
+        self._pins[name] = self.find(token_ids, namespace, contents)
         for blocks in self._pins[name]:
             self.pool.share(blocks)
             self._pinned.update(blocks)
+        if self.snapshots is not None and self._pins[name][0]:
+            self._pinned_states[name] = self.pool.serial(self._pins[name][0][-1])
+            self.snapshots.pin(self._pinned_states[name])
         return len(self._pins[name][0]) * self.block_size
 
     def unpin(self, name: str) -> None:
@@ -405,6 +445,8 @@ class BlockManager:
         for blocks in self._pins.pop(name):
             self.pool.free(reversed(blocks))
             self._pinned -= Counter(blocks)  # keeps positive counts only
+        if self.snapshots is not None and name in self._pinned_states:
+            self.snapshots.unpin(self._pinned_states.pop(name))
 
     @property
     def pins(self) -> list[str]:
@@ -428,6 +470,14 @@ class BlockManager:
         hits = [self.pool.match(chain, most, group) for group in range(len(self.windows))]
         shortest = min(map(len, hits))
         return [blocks[:shortest] for blocks in hits]
+
+    def _cut(self, hits: list[list[BlockId]], seq: SequenceBlocks) -> list[list[BlockId]]:
+        """Return the hits up to the last snapshot, and note in a sequence how many there were."""
+        assert self.snapshots is not None, "no hit begins with a state"
+        now, later = self.snapshots.longest(map(self.pool.serial, hits[0]))
+        seq.is_due = later > now
+        seq.num_matched = len(hits[0]) * self.block_size
+        return [blocks[:now] for blocks in hits]
 
     def _resume_registering(self, seq: SequenceBlocks, hits: Sequence[Sequence[BlockId]]) -> None:
         """Continue registration after these cached blocks."""
@@ -478,6 +528,8 @@ class BlockManager:
         pool.check()
         self.host_pool.check()
         assert len(set(self._free_host_states)) == len(self._free_host_states) <= self._num_host_states
+        if self.snapshots is not None:
+            self.snapshots.check(self.pool, self._sequences)
         held = [block for groups in self._pins.values() for block in itertools.chain(*groups)]
         assert dict(self._pinned) == dict(Counter(held)), "the pinned blocks are miscounted"
         for seq in self._sequences:

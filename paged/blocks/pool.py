@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from ..base.errors import UsageError
@@ -58,6 +58,9 @@ class BlockPool:
         self._parents = array("I", bytes(4 * num_blocks))  # serials of predecessors, 0 for a first block
         self._tokens = bytearray(4 * num_blocks * block_size)
         self._namespaces: dict[BlockId, bytes] = {}  # of first blocks, where not empty
+        self._contents: dict[
+            BlockId, bytes
+        ] = {}  # of indexed blocks, where not empty: see `PrefixChain.content`
         self._next_serial = 1
         # A ring of the cached blocks, least recently used first; entry num_blocks is its head and tail.
         self._newer = array("i", bytes(4 * (num_blocks + 1)))
@@ -71,6 +74,8 @@ class BlockPool:
         self._kept: set[BlockId] = set()
         # The blocks that hold K and V of the draft model for all of their tokens.
         self.drafted: set[BlockId] = set()
+        # Called with the serial of each block that leaves the index.
+        self.on_drop: Callable[[int], object] | None = None
 
     # Counts
 
@@ -196,6 +201,7 @@ class BlockPool:
         serials = self._serials
         tokens = self._tokens
         data = chain.data
+        contents = self._contents
         size = 4 * self.block_size
         start = 0
         previous = 0
@@ -213,6 +219,8 @@ class BlockPool:
                 break
             if not blocks and self._namespaces.get(block, b"") != chain.namespace:
                 break
+            if contents and contents.get(block, b"") != chain.content(len(blocks)):
+                break
             previous = serials[block]
             start = start + size
             blocks.append(block)
@@ -225,7 +233,8 @@ class BlockPool:
         """
         size = 4 * self.block_size
         tokens = chain.data[index * size : (index + 1) * size]
-        return self.adopt(block, chain.digests[index], tokens, parent, chain.namespace, group)
+        content = chain.content(index)
+        return self.adopt(block, chain.digests[index], tokens, parent, chain.namespace, group, content)
 
     def adopt(
         self,
@@ -235,13 +244,15 @@ class BlockPool:
         parent: int,
         namespace: bytes = b"",
         group: int = 0,
+        content: bytes = b"",
     ) -> BlockId:
-        """Do what `cache` does, given the block's digest, tokens (the bytes of int32) and namespace."""
+        """Do what `cache` does, given the block's digest, tokens (bytes of int32), namespace and content."""
         digest = self._in_group(digest, group)
         size = 4 * self.block_size
         known = self._index.get(digest)
         if known is not None:
             same = self._parents[known] == parent and self.tokens(known) == tokens
+            same = same and self.content(known) == content
             if same and (parent or self.namespace(known) == namespace):
                 return known
             self._forget(known)  # a collision, or its predecessor is gone: no match reaches it
@@ -254,6 +265,8 @@ class BlockPool:
         self._tokens[block * size : (block + 1) * size] = tokens
         if not parent and namespace:
             self._namespaces[block] = namespace
+        if content:
+            self._contents[block] = content
         return block
 
     def serial(self, block: BlockId) -> int:
@@ -289,6 +302,10 @@ class BlockPool:
     def namespace(self, block: BlockId) -> bytes:
         """Return the namespace of an indexed first block."""
         return self._namespaces.get(block, b"")
+
+    def content(self, block: BlockId) -> bytes:
+        """Return what an indexed block's KV depends on besides tokens and namespace."""
+        return self._contents.get(block, b"")
 
     # Internals
 
@@ -330,8 +347,11 @@ class BlockPool:
 
     def _drop_from_index(self, block: BlockId) -> None:
         del self._index[self._digests[block]]
+        if self.on_drop is not None:
+            self.on_drop(self._serials[block])
         self._serials[block] = 0
         self._namespaces.pop(block, None)
+        self._contents.pop(block, None)
 
     def check(self) -> None:
         """Assert that every block is in exactly one state and that index and blocks agree."""
@@ -358,4 +378,5 @@ class BlockPool:
         )
         assert all(serials[block] for block in cached), "a cached block is not in the index"
         assert all(serials[block] for block in self._namespaces), "a namespace outlived its block"
+        assert all(serials[block] for block in self._contents), "a content outlived its block"
         assert [self._digests[block] for block in known] == [*self._index], "a block has another digest"

@@ -61,6 +61,10 @@ class PrefixChain:
         self._last = digest
         self.digests += map(short_digest, digests)
 
+    def content(self, index: int) -> bytes:  # noqa: ARG002
+        """Return what determines the KV of a block besides tokens: nothing; see `ContentChain`."""
+        return b""
+
     def fork(self) -> PrefixChain:
         """Return an independent copy."""
         copy = PrefixChain.__new__(PrefixChain)

@@ -17,6 +17,13 @@ class SequenceBlocks:
     register_at: number of tokens at which a decode should call `register` next.
     num_drafted: number of leading tokens for which the blocks also hold the draft model's K and V, including
         guesses behind the sequence's own tokens.
+
+    Where sequences have states (see `Snapshots`):
+
+    num_matched: number of leading tokens whose blocks were cached when it was last looked up.
+    is_due: whether the step that is being scheduled leaves a snapshot behind, with which it could begin.
+    last_place: number of tokens before which its prompt leaves snapshots; 0: it has left all.
+    rolling: the slot of its rolling state, and how many tokens that has seen.
     """
 
     __slots__ = (
@@ -24,11 +31,15 @@ class SequenceBlocks:
         "chain",
         "host",
         "host_state",
+        "is_due",
         "last",
+        "last_place",
         "num_drafted",
         "num_dropped",
+        "num_matched",
         "num_registered",
         "register_at",
+        "rolling",
         "tables",
     )
 
@@ -37,6 +48,10 @@ class SequenceBlocks:
         # While it is swapped out, for each group: the number of dropped blocks, the host blocks of the rest.
         self.host: list[tuple[int, array[int]]] | None = None
         self.host_state: int | None = None  # the slot in host memory with its state, if it has one
+        self.num_matched = 0
+        self.is_due = False
+        self.last_place = 0
+        self.rolling: tuple[int, int] | None = None
         self.clear(num_groups)
 
     def clear(self, num_groups: int) -> None:

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..architectures.gguf_paths import HEADERS_ALONE
 from ..base.errors import CheckpointError
 from .gguf.directory import config_of
-from .gguf.gguf_file import HEADERS_ALONE, GgufFile, open_gguf
+from .gguf.gguf_file import GgufFile, open_gguf
 from .gguf.metadata import Metadata
 from .safetensors_file import HEADER_CEILING, HEADER_ONLY
 from .weight_files import find_weight_files

@@ -11,9 +11,9 @@ from ..architectures.gguf_paths import is_gguf, listed, models_of, part_paths
 from ..base.errors import CheckpointError, MissingModelError
 
 # What an engine reads of a repository.
-_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Some repositories have the weights a second time, in their author's own layout.
-_IGNORED = ["consolidated*", "original/*"]
+HUB_IGNORED = ["consolidated*", "original/*"]
 
 
 def fetched_model(model: str, revision: str | None) -> Path:
@@ -23,7 +23,7 @@ def fetched_model(model: str, revision: str | None) -> Path:
 
     def fetch() -> Path:
         repository = _Repository(model, revision)
-        directory = repository.fetch(_FILES, ignored=_IGNORED)
+        directory = repository.fetch(HUB_FILES, ignored=HUB_IGNORED)
         if not any(directory.glob("*.safetensors")):
             _require_no_gguf(model, repository.names)
         return directory

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..architectures.gguf_paths import GGUF_KEY, gguf_files, is_gguf
+from ..architectures.gguf_paths import GGUF_KEY, HEADERS_ALONE, gguf_files, is_gguf
 from ..architectures.hf_config import read_json
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import shown
@@ -47,8 +47,10 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 
 def _linked_gguf(directory: Path) -> list[Path]:
-    """Return the GGUF file, or the first of its parts, that the directory links to."""
+    """Return the GGUF file, or the first of its parts, that the directory links to, or has the headers of."""
     links = [directory / name for name in gguf_files(directory)]
+    if links and (directory / HEADERS_ALONE).exists():
+        return links[:1]
     if not links or not links[0].is_symlink():
         raise CheckpointError(
             f"{directory}: has no link to the GGUF file that it was made for; give that file"

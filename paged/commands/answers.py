@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
     from ..requests.request import CompletionOutput, Prompt
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatAnswer(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +11,7 @@ from ..base.errors import ResourceError
 from ..simulate.report import table
 from .common import CliError
 from .headings import MODEL, CommandGroup, GroupedCommand
+from .moments import ago
 
 if TYPE_CHECKING:
     from ..checkpoints.weights_cache.file import Listed
@@ -23,7 +23,6 @@ Folder = Annotated[
 ]
 _NAMES_HELP = "Names that paged cache lists, or their beginnings. [default: all]"
 Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help=_NAMES_HELP, show_default=False)]
-_UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 @cache.callback(invoke_without_command=True)
@@ -33,7 +32,7 @@ def root(context: typer.Context, weights_cache: Folder = None) -> int:
         return 0
     found = _listed(weights_cache)
     rows = [
-        [each.kept.path.stem, f"{each.kept.num_bytes:,}", _ago(each.kept.last_use), each.title or "damaged"]
+        [each.kept.path.stem, f"{each.kept.num_bytes:,}", ago(each.kept.last_use), each.title or "damaged"]
         for each in found
     ]
     if rows:
@@ -87,10 +86,3 @@ def _folder(folder: Path | None) -> Path:
     if place is None:
         raise ResourceError("there is no home directory; --weights-cache names a folder")
     return place
-
-
-def _ago(moment: float) -> str:
-    """Return how long ago a moment was, in the largest unit of which it is two or more."""
-    seconds = max(0.0, time.time() - moment)
-    size, name = next(((size, name) for size, name in _UNITS if seconds >= 2 * size), _UNITS[-1])
-    return f"{seconds / size:.0f} {name} ago"

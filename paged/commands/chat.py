@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import signal
@@ -43,6 +44,7 @@ HELP = """\
 /help           show this list
 /reset          forget the conversation, but not the system message
 /system TEXT    set the system message; without TEXT, remove it
+/image FILE     show an image with the next turn
 /retry          replace the last answer by another one
 /params         show the sampling parameters, and where they come from
 /params X=1 Y=  set X to 1, and take the default of Y again
@@ -80,6 +82,11 @@ def chat(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     if options["url"] is None:
+        entry = common.named(name)
+        sampling = {**entry.sampling, **sampling}
+        if chat_template is None:
+            template["chat_template"] = common.template_text(entry.template)
+        system = entry.system if system is None else system
         answers: Answers = _of_engine(name, options, sampling, template)
     else:
         answers = _of_server(name, options, sampling, template)
@@ -178,12 +185,14 @@ class Chat:
         self._answers = answers
         self._system = system
         self._stream_interval_s = stream_interval_s
-        self._turns: list[dict[str, str]] = []
+        self._turns: list[dict[str, Any]] = []
+        self._images: list[dict[str, Any]] = []  # parts of the next turn
         self._interrupts = _Interrupts()
         self._interactive = sys.stdin.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
             "/reset": lambda _: self._turns.clear(),
+            "/image": self._show,
             "/system": self._set_system,
             "/retry": lambda _: self._retry(),
             "/params": self._params,
@@ -191,7 +200,7 @@ class Chat:
         }
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The conversation so far."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *self._turns]
@@ -273,6 +282,17 @@ class Chat:
     def _set_system(self, text: str) -> None:
         self._system = text or None
 
+    def _show(self, file: str) -> None:
+        """Show an image with the next turn."""
+        if not file:
+            raise CommandError("/image needs a file")
+        path = Path(file).expanduser()
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise CommandError(f"/image: {file}: {error.strerror}") from error
+        self._images.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
+
     def _save(self, file: str) -> None:
         if not file:
             raise CommandError("/save needs a file to write to")
@@ -303,9 +323,13 @@ class Chat:
 
     # Answers
 
-    def _ask(self, text: str) -> None:
-        """Answer a turn. If that fails, the turn is removed."""
-        self._turns.append({"role": "user", "content": text})
+    def _ask(self, given: str | list[dict[str, Any]]) -> None:
+        """Answer a turn, with the images that are to be shown. If that fails, the turn is removed."""
+        content: str | list[dict[str, Any]] = given
+        if self._images and isinstance(given, str):
+            content = [*self._images, {"type": "text", "text": given}]
+        self._images = []
+        self._turns.append({"role": "user", "content": content})
         try:
             answer = self._answer()
         except BaseException:

@@ -30,6 +30,7 @@ PARSER_ERROR: type[Any] = typer.BadParameter.__mro__[2]
 COMPLETION: type[Any] = importlib.import_module(
     f"{PARSER_ERROR.__module__.rpartition('.')[0]}.shell_completion"
 ).CompletionItem
+VALUELESS = ("--ray", "--models")  # may be given without a value, before another option or at the end
 TYPED = (CliError, RequestError)  # errors of flags and prompts
 
 
@@ -46,8 +47,9 @@ COMMANDS = {
     "run-batch": Command("run_batch", "Answer a file in OpenAI's batch format."),
     "serve": Command("serve", "Serve a model over HTTP with OpenAI's API."),
     "top": Command("top", "Show what a server does, as it changes."),
-    "models": Command("models", "List the native architectures."),
-    "warmup": Command("models", "Compile the kernels and pack the weights of a model."),
+    "pull": Command("pull", "Download a model of the hub."),
+    "models": Command("models", "List, name or remove the models that are here."),
+    "warmup": Command("warmup", "Compile the kernels and pack the weights of a model."),
     "plan": Command("plan", "Predict memory and speed of an engine."),
     "simulate": Command("simulate", "Predict latency and throughput of a fleet."),
     "bench": Command("bench", "Measure throughput or latency."),
@@ -134,13 +136,18 @@ def main() -> None:
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which --ray has a value, which may be left out. The parser has no such options."""
+    """Return arguments in which options of VALUELESS have a value, which may be left out.
+
+    The parser has no such options.
+    """
     result = list[str]()
     for argument in arguments:
-        if result[-1:] == ["--ray"] and argument.startswith("-"):
-            result[-1] = "--ray="
+        if result and result[-1] in VALUELESS and argument.startswith("-"):
+            result[-1] += "="
         result.append(argument)
-    return [*result[:-1], "--ray="] if result[-1:] == ["--ray"] else result
+    if result and result[-1] in VALUELESS:
+        result[-1] += "="
+    return result
 
 
 @app.callback(invoke_without_command=True)

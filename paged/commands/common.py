@@ -21,6 +21,7 @@ from .headings import MODEL, OUTPUT
 from .options import option
 
 if TYPE_CHECKING:
+    from ..checkpoints.library.models_file import ModelEntry
     from ..engine.engine import LLMEngine
     from ..server.launcher import Launcher
 
@@ -160,6 +161,17 @@ def follow(options: Mapping[str, Any]) -> None:
         sys.exit(follow_torchrun(options))
 
 
+def named(model: str | None) -> ModelEntry:
+    """Return the model of a name; see `entry_of`. Raises ConfigError for a wrong models.toml."""
+    from ..checkpoints.library.models_file import ModelEntry, ModelsFile
+
+    if model is None or model == DEFAULT_MODEL:
+        return ModelEntry(name=DEFAULT_MODEL, checkpoint=DEFAULT_MODEL)
+    from ..checkpoints.library.names import entry_of
+
+    return entry_of(model, ModelsFile.of_user())
+
+
 def one_model(argument: str | None, option: str | None) -> str | None:
     """Return the model given as an argument or as --model. Raises CliError if both are given and differ."""
     return one_of("model", "--model", argument, option)
@@ -180,8 +192,13 @@ def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 def engine_options(
     model: str | None, options: Mapping[str, Any], names: Iterable[str] = ENGINE[1]
 ) -> dict[str, Any]:
-    """Return the named options as validated arguments of LLMEngine. Raises ConfigError."""
-    result = {"model": DEFAULT_MODEL if model is None else model, **given(options, names)}
+    """Return the named options as validated arguments of LLMEngine. Raises ConfigError.
+
+    model: a name of models.toml too, whose options hold where none are given.
+    """
+    entry = named(model)
+    known = {name: value for name, value in entry.engine.items() if name in {*names}}
+    result = {"model": entry.checkpoint, **known, **given(options, names)}
     if isinstance(result.get("tenant_weights"), list):
         from ..simulate.workload import read_shares
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +39,18 @@ LIVE_HELP = "Show requests, blocks and tokens as they change, with --prompts and
 _OUTPUT_HELP = "Write the results of --prompts to this file as JSON lines. [default: stdout]"
 
 
-@with_options(common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a prompt is about.
+
+    image: an image that the prompt is about: a file. Images stand where the prompt has the model's
+        placeholder, else at its beginning; None has none.
+    """
+
+    image: Sequence[str] | None = None
+
+
+@with_options((Shown, ("image",)), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
@@ -56,8 +69,9 @@ def generate(
     """Complete a prompt and stream the text, or complete all prompts of a file."""
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
+    images = options.pop("image")
     engine_options = common.driver_options(model, options)
-    sampling = common.sampling_options(options | structured)
+    sampling = {**common.named(model).sampling, **common.sampling_options(options | structured)}
     if prompts is None:
         if live:
             raise CliError("--live shows many requests at once: it needs --prompts and --output")
@@ -68,9 +82,12 @@ def generate(
         _check_shows_text(SamplingParams(**{"max_tokens": DEFAULT_COMPLETION_TOKENS, **sampling}))
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
-        return _stream(engine, text, engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS))
+        params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
+        return _stream(engine, text, params, images or [])
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
+    if images:
+        raise CliError("--image goes with one prompt, not with --prompts")
     if live and output is None:
         raise CliError("--live takes the terminal: give --output for the results")
     if overwrite and resume:
@@ -125,9 +142,9 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
+def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequence[str]) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request("0", prompt, params)
+    engine.add_request("0", _with_images(engine, prompt, images) if images else prompt, params)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():
@@ -148,6 +165,14 @@ def _stream(engine: LLMEngine, prompt: str, params: SamplingParams) -> int:
         return common.EXIT_FAILED
     print(_figures(engine.block_manager, output), file=sys.stderr)
     return 0
+
+
+def _with_images(engine: LLMEngine, prompt: str, images: Sequence[str]) -> dict[str, Any]:
+    """Return a prompt with images. One that has no place for them has them at its beginning."""
+    known = engine.text.images
+    if known is not None and not known.count_in(prompt):
+        prompt = known.written * len(images) + prompt
+    return {"prompt": prompt, "multi_modal_data": {"image": [Path(image) for image in images]}}
 
 
 def _figures(blocks: BlockManager, output: RequestOutput) -> str:

@@ -30,10 +30,12 @@ _FIELDS: dict[str, dict[str, str]] = {
             attention_backend num_threads pipeline_parallel_size tensor_parallel_size pipeline_layers
             rank_timeout_s deterministic enforce_eager async_scheduling cudagraph_capture_sizes
             max_cudagraph_capture_size speculative_config
-            skip_tokenizer_init weights_cache verify_weights_cache""",
+            skip_tokenizer_init weights_cache verify_weights_cache language_model_only limit_mm_per_prompt
+            mm_processor_kwargs""",
         SAMPLING: "seed",
         MEMORY: """kv_cache_dtype block_size max_model_len num_blocks gpu_memory_utilization
-            cpu_memory_utilization enable_prefix_caching watermark swap_space""",
+            cpu_memory_utilization enable_prefix_caching state_snapshots state_interval watermark
+            swap_space mm_processor_cache_gb""",
         SCHEDULING: "",
     },
     "SamplingParams": {
@@ -50,6 +52,7 @@ _FIELDS: dict[str, dict[str, str]] = {
         SERVER: "",
     },
     "ApiAddress": {SERVER: ""},
+    "Shown": {OUTPUT: ""},
 }
 
 

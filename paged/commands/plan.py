@@ -99,12 +99,13 @@ def _memory(made: EnginePlan) -> Iterator[list[str]]:
     footprint = made.footprint
     sizes = footprint.sizes
     per_token = f"{sizes.kv_bytes_per_token / 1024:,.4g} KiB per token in {sizes.kv_dtype}"
+    snapshots = f" and {sizes.num_snapshots:,} snapshots" if sizes.num_snapshots else ""
     parts = {
         **{f"weights: {part}": size for part, size in footprint.model.by_part.items()},
         "weights of the draft model": 0 if footprint.draft is None else footprint.draft.num_bytes,
         f"activations of {sizes.max_num_batched_tokens:,} tokens": footprint.activation_bytes,
         "CUDA graphs": footprint.graph_bytes,
-        f"states of {sizes.config.num_seats:,} sequences": footprint.state_bytes,
+        f"states of {sizes.config.num_seats:,} sequences{snapshots}": footprint.state_bytes,
         "rope tables": footprint.rope_bytes,
         f"KV cache: {footprint.num_blocks:,} blocks of {sizes.block_size}, {per_token}": footprint.kv_bytes,
         "all together": footprint.num_bytes,

@@ -19,6 +19,7 @@ from . import common
 from .options import with_options
 
 if TYPE_CHECKING:
+    from ..checkpoints.library.models_file import ModelEntry
     from ..engine.async_base import AsyncEngine
     from ..protocol.batch_file import BatchOutput
 
@@ -55,19 +56,22 @@ def run_batch(
 
     engine_options = common.driver_options(model, options)
     processes = _processes(options)
-    template = common.template_text(chat_template)
+    entry = common.named(model)
+    template = common.template_text(entry.template if chat_template is None else chat_template)
     parsers = common.given(options, PARSERS[1])
     total = count_lines(input_file)
     # Not served_model_name: it decides which lines are refused, and --retry-failed answers these.
-    run_options = RunOptions(output_file, engine_options, {"chat_template": template, **parsers}, input_file)
+    run_options = RunOptions(
+        output_file, engine_options, {**entry.sampling, "chat_template": template, **parsers}, input_file
+    )
     with BatchOutput(output_file, input_file, run_options, retry_failed=retry_failed) as output:
         if not output.has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output_file))
         if is_done(input_file, output.done):
             common.complain(f"nothing to do: all {total:,} lines have results")
         else:
-            name = served_model_name or engine_options["model"]
-            job = _Job(input_file, output, name, total, template, parsers)
+            name = served_model_name or model or engine_options["model"]
+            job = _Job(input_file, output, name, total, template, parsers, entry)
             asyncio.run(_answer(job, engine_options, processes))
         num_failed = output.num_failed
     if num_failed:
@@ -83,6 +87,7 @@ class _Job(NamedTuple):
 
     model: the model's name in bodies.
     total: the number of lines, those with results included.
+    entry: the model as models.toml has it.
     """
 
     source: Path
@@ -91,6 +96,7 @@ class _Job(NamedTuple):
     total: int
     template: str | None
     parsers: Mapping[str, Any]
+    entry: ModelEntry
 
 
 async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
@@ -105,7 +111,10 @@ async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str,
     num_done = len(job.output.done)
     async with _started(options, processes) as engine:
         chat_format = ChatFormat.of_model(engine.text, chat_template=job.template, **job.parsers)
-        limits = replace(BATCH_LIMITS, chat_template=job.template, chat_format=chat_format)
+        engine.text.set_defaults(job.entry.sampling)
+        limits = replace(
+            BATCH_LIMITS, chat_template=job.template, chat_format=chat_format, system=job.entry.system
+        )
         bar = tqdm(total=job.total, initial=num_done, desc="Batch", unit="line")
         # Lines about processes that end have their own lines above the bar.
         with logging_redirect_tqdm(), bar:

@@ -15,7 +15,7 @@ from .vllm_options import without_options
 
 ENV_PREFIX = "PAGED_"
 # Read by other parts of the project.
-OTHER_VARIABLES = ("DEBUG", "NO_WEIGHTS_CACHE")
+OTHER_VARIABLES = ("DEBUG", "NO_WEIGHTS_CACHE", "MODELS")
 # What Kubernetes sets in every container if there is a service named paged, or paged-something.
 _OF_KUBERNETES = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"

@@ -87,6 +87,8 @@ def simulate(
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler runs on a virtual clock."""
     model = common.one_model(model, model_option)
+    if model is not None:
+        model = common.named(model).checkpoint
     options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}
     for name in MAPPINGS:

@@ -6,13 +6,16 @@ import logging
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..base.errors import ConfigError, ResourceError
-from ..kernels.backend import BackendName, Kernels, has_numba
+from ..kernels.backend import BackendName, has_numba
 from ..options.config import EngineConfig
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,8 @@ from .embedding import (
     without_text,
 )
 from .model_text import ModelText
-from .request_spec import Prepared, ReportTerms, RequestSpec, check_is_params, closed_error, ids_of
+from .reports import ReportTerms
+from .request_spec import Prepared, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
 
 T = TypeVar("T")

@@ -17,7 +17,8 @@ from ..scheduler.stats import EngineStats
 from .answer_memory import AnswerAccount
 from .async_base import STREAM_INTERVAL_S, AsyncEngine, check_interval, is_compiled_quickly
 from .engine import LLMEngine
-from .request_spec import ReportSpec, ReportTerms, RequestSpec
+from .reports import ReportSpec, ReportTerms
+from .request_spec import RequestSpec
 from .thread import EngineThread, Mailbox
 
 T = TypeVar("T")

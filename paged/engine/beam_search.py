@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
-from ..options.sampling_params import MAX_LOGPROBS, BeamSearchParams, SamplingParams
+from ..options.other_calls import BeamSearchParams
+from ..options.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
+from .forks import new_fork
 from .request_factory import RequestFactory
 from .request_spec import RequestSpec
 
@@ -260,7 +262,7 @@ class BeamSearch:
     def _fork(self, parent: Request, token_id: int) -> Request:
         """Fork a request with another newest token. The fork runs and shares blocks, or waits."""
         now = self.scheduler.clock()
-        child = self.factory.new_fork(parent.request_id, parent, None, now).samples[0]
+        child = new_fork(self.factory, parent.request_id, parent, None, now).samples[0]
         child.is_beam = True
         child.token_ids[-1] = token_id
         try:

@@ -15,12 +15,13 @@ from ..scheduler.schedule import Schedule, StepOutput
 from ..scheduler.scheduler import Scheduler
 from ..text.outputs import OutputProcessor
 from ..text.tokenizer import Tokenizer
-from .grammar_waits import GrammarWaits
 from .request_factory import RequestFactory
-from .request_spec import ReportSpec, ReportTerms, RequestSpec
+from .request_spec import RequestSpec
 
 if TYPE_CHECKING:
     from ..runner.executor import Executor, PendingStep
+    from .grammar_waits import GrammarWaits
+    from .reports import ReportSpec, ReportTerms
 
 # Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
 CANDIDATES_OF_STEP = 4096
@@ -54,7 +55,7 @@ class EngineCore:
         scheduler.end_at_stop_string = self._end_at_stop_string
         self._with_stops: set[RequestGroup] = set()  # requests with stop strings
         self._with_grammars: set[RequestGroup] = set()
-        self._waits = GrammarWaits(scheduler)
+        self._waits: GrammarWaits | None = None  # from the first request with a grammar on
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
         self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities, in turn
         self._undecoded: Set[RequestGroup] = frozenset()  # with candidates that are not decoded yet
@@ -105,7 +106,7 @@ class EngineCore:
                 raise
             self._decode_logprobs()
             self.publish(self._groups_in(outbox, advanced))
-        if is_blocked:
+        if is_blocked and self._waits is not None:
             self._waits.wait()
         return advanced
 
@@ -113,7 +114,8 @@ class EngineCore:
         """End the requests that are over by now, and choose the next step."""
         expired = self.scheduler.expire()
         self._collect_finished(expired)
-        self._collect_finished(self._waits.settle())
+        if self._waits is not None:
+            self._collect_finished(self._waits.settle())
         schedule = self.scheduler.schedule()
         # While a step is in flight, one with nothing to compute is none.
         if on_schedule is not None and not (schedule.is_empty and self._in_flight):
@@ -194,7 +196,8 @@ class EngineCore:
             self.scheduler.cancel()
             self._in_flight.clear()
             self.runner.discard()
-        self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
+        if self._waits is not None:
+            self._waits.begin([sample for group in self._with_grammars for sample in group.samples])
         self._finished |= dict.fromkeys(group for group in self.groups.values() if group.finished)
         self.dead = self.runner.recover(error)
         if self.dead is not None and isinstance(error, Exception):
@@ -222,8 +225,8 @@ class EngineCore:
         self._num_to_decode = output.record_logprobs(schedule)
         advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
-        if self._with_grammars:
-            self._begin_masks(advanced)
+        if self._waits is not None and self._with_grammars:
+            self._begin_masks(advanced, self._waits)
         # Most steps finish no request, and the search is skipped.
         if num_stopped or self.scheduler.counters.num_finished > num_finished:
             self._collect_finished([request for request in advanced if request.finish_reason is not None])
@@ -240,12 +243,12 @@ class EngineCore:
         """Finish a request whose newest token completes one of its stop strings."""
         self.outputs.end_at_stop_string(request, self.scheduler.clock())
 
-    def _begin_masks(self, advanced: list[Request]) -> None:
+    def _begin_masks(self, advanced: list[Request], waits: GrammarWaits) -> None:
         """Begin the masks of the next tokens."""
-        self._waits.begin(advanced, are_running=True)
+        waits.begin(advanced, are_running=True)
         # Without stop tokens, the mask says whether the output ends: with its last token, if it is not late.
         if any(not request.stop_ids for request in advanced):
-            self._collect_finished(self._waits.settle())
+            self._collect_finished(waits.settle())
 
     def _collect_finished(self, requests: list[Request]) -> None:
         """Free the blocks of finished requests, and note the finished groups for `publish`."""
@@ -280,7 +283,8 @@ class EngineCore:
         first = group.samples[0]
         for sample in (first, *(() if first.siblings else group.samples[1:])):
             self.scheduler.add(sample)
-        self._waits.begin(group.samples)  # not before: a refused request must not be held or completed
+        if self._waits is not None:  # not before: a refused request must not be held or completed
+            self._waits.begin(group.samples)
 
     def add_report(
         self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, outbox: Outbox
@@ -290,7 +294,9 @@ class EngineCore:
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests are already waiting.
         """
         self._check_id(request_id)
-        group = self.factory.new_report(request_id, spec, terms, self.scheduler.clock())
+        from .reports import new_report
+
+        group = new_report(self.factory, request_id, spec, terms, self.scheduler.clock())
         self._queue(group, outbox)
         return group.samples[0]
 
@@ -318,6 +324,10 @@ class EngineCore:
             self._reporting[group] = None
         if group.samples[0].sampling.grammar is not None:
             self._with_grammars.add(group)
+            if self._waits is None:
+                from .grammar_waits import GrammarWaits
+
+                self._waits = GrammarWaits(self.scheduler)
 
     def fork(
         self,
@@ -330,12 +340,14 @@ class EngineCore:
         parent = self.forkable(request_id).samples[0]
         new_request_id = self.next_id() if new_request_id is None else new_request_id
         self._check_id(new_request_id)
-        now = self.scheduler.clock()
-        child = self.factory.new_fork(new_request_id, parent, params, now)
+        from .forks import new_fork
+
+        child = new_fork(self.factory, new_request_id, parent, params, self.scheduler.clock())
         with HeldInterrupts():
             self.scheduler.fork(parent, child.samples[0])
             self.register(child, outbox)
-            self._waits.begin(child.samples)
+            if self._waits is not None:
+                self._waits.begin(child.samples)
         return new_request_id
 
     def forkable(self, request_id: str) -> RequestGroup:
@@ -421,6 +433,7 @@ class EngineCore:
         self._finished.pop(group, None)
         self._with_stops.discard(group)
         self._with_grammars.discard(group)
-        self._waits.forget(group.samples)
+        if self._waits is not None:
+            self._waits.forget(group.samples)
         self._reporting.pop(group, None)
         self.outputs.forget(group)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import RequestError
 from ..base.validation import check_bool, check_int, shown
 from ..checkpoints.embedding_files import POOLINGS, EmbeddingSettings, Pooling
-from ..options.sampling_params import PoolingParams
+from ..options.other_calls import PoolingParams
 from ..requests.prompt_report import PromptReport
 from ..requests.request import ErrorKind, Prompt, Request, RequestMetrics
 from ..text.prompt_parser import ParsedPrompt, PromptParser

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from ..architectures.config import ModelConfig
-from ..architectures.hf_config import read_config
 from ..base.arguments import check_call, with_arguments_of
 from ..base.errors import ConfigError, EngineDeadError, RequestError, UsageError
 from ..base.missing_names import ExplainsMissing
@@ -21,7 +20,7 @@ from ..base.validation import check_bool
 from ..checkpoints.model_directory import resolve
 from ..device.devices import resolve_device
 from ..options.config import EngineConfig, check_policy, options_of
-from ..options.sampling_params import DEFAULT_MAX_TOKENS, BeamSearchParams, SamplingParams
+from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..requests.request import Prompt, RequestOutput
 from ..runner.model_runner import ModelRunner
 from ..runner.warm_up import warm_up
@@ -38,15 +37,14 @@ from .generation import (
     generate_stream,
     progress_bar,
     prompts_of,
-    run_reports,
 )
-from .model_text import ModelText
+from .model_text import ModelText, read_model
 from .request_factory import RequestFactory
-from .request_spec import ReportTerms, RequestSpec, ids_of
+from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
-    from ..options.sampling_params import PoolingParams
+    from ..options.other_calls import BeamSearchParams, PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
@@ -135,8 +133,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.config = config = EngineConfig(model, **options)
         with _starting_together(config):
             self.directory = directory = resolve(config.model, config.revision)
-            self.model_config = read_config(directory)
-            self.text = text = ModelText(config, directory, self.model_config)
+            self.model_config, no_images = read_model(config, directory)
+            self.text = text = ModelText(config, directory, self.model_config, no_images)
             draft = _find_draft_model(config, self.model_config, text.tokenizer)
         self.runner = runner = _new_executor(config, self.model_config, directory, draft)
         # Also when this object is collected, and before the interpreter exits.
@@ -181,8 +179,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
-        if self.model_config.states and config.enable_prefix_caching is None:
-            logger.info("no prefix cache: the layers of %s keep states", self.model_config.architecture)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -401,6 +397,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         from .embedding import Embedder, EmbeddingOptions
+        from .reports import ReportTerms
+        from .run_reports import run_reports
 
         check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
@@ -471,6 +469,8 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or empty.
         """
+        from .reports import ReportTerms
+        from .run_reports import run_reports
         from .scoring import ScoreSpec
 
         check_call(
@@ -502,6 +502,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
+        from ..options.other_calls import BeamSearchParams
         from .beam_search import BeamSearch
 
         check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
@@ -744,6 +745,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
         )
@@ -757,6 +759,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         self._require_prefix_cache()
         from . import prefixes
 
+        prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
     @cached_property
@@ -778,7 +781,8 @@ class LLMEngine(metaclass=ExplainsMissing):
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
 
     def _require_prefix_cache(self) -> None:
-        if self.model_config.states:
-            raise UsageError(f"there is no prefix cache: {self.model_config.architecture} keeps states")
         if not self.block_manager.enable_prefix_caching:
-            raise UsageError("there is no prefix cache: the engine was made with enable_prefix_caching=False")
+            option = (
+                "state_snapshots=0" if self.config.state_snapshots == 0 else "enable_prefix_caching=False"
+            )
+            raise UsageError(f"there is no prefix cache: the engine was made with {option}")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..base.errors import PagedError, RequestError
 from ..requests.request import Outbox, Prompt, RequestGroup, RequestOutput
 from .core import EngineCore
-from .request_spec import ReportSpec, ReportTerms, RequestSpec
+from .request_spec import RequestSpec
 
 T = TypeVar("T")
 Progress = bool | Callable[..., "tqdm[Any]"]
@@ -124,7 +124,7 @@ class Generation:
 
         every_token: whether to return an output also for each unfinished request that got a token.
         """
-        _queue(self._core, self._pending)
+        queue(self._core, self._pending)
         advanced = self._core.step(self._outbox if every_token else None)
         self._num_tokens += len(advanced)
         return [self._record(output) for output in self._outbox.take()]
@@ -169,43 +169,7 @@ class Generation:
                 self._core.abort(request_id)
 
 
-def run_reports(
-    core: EngineCore,
-    name: str,
-    specs: Sequence[ReportSpec[T]],
-    terms: ReportTerms,
-    *,
-    use_tqdm: Progress,
-) -> list[T]:
-    """Compute prompts without generating tokens. Return the output of each prompt's report, in order.
-
-    name: the name of the argument that holds the prompts, for error messages.
-    """
-    groups = list[RequestGroup]()
-    outbox = Outbox()
-    try:
-        for i, spec in enumerate(specs):
-            now = core.scheduler.clock()
-            new = core.factory.new_report
-            group = call_with_error_prefix(f"{name}[{i}]", new, core.next_id(), spec, terms, now)
-            core.register(group, outbox)
-            groups.append(group)
-        pending = deque(groups)
-        num_left = len(groups)
-        with progress_bar(use_tqdm, num_left, "Computing", "prompt") as bar:
-            while num_left:
-                _queue(core, pending)
-                core.step()
-                num_finished = len(outbox.take())
-                num_left -= num_finished
-                bar.update(num_finished)
-    finally:
-        for group in groups:
-            core.abort(group.request_id)
-    return [spec.output(group.samples[0]) for spec, group in zip(specs, groups, strict=True)]
-
-
-def _queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
+def queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
     """Queue as many pending requests as the scheduler lets wait."""
     while pending and core.scheduler.refusal(pending[0].samples[0]) is None:
         group = pending.popleft()

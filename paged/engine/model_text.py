@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
 from ..architectures.generation_config import (
     NO_DEFAULTS,
+    SHAPES,
     chat_defaults,
     read_eos_token_ids,
     read_sampling_defaults,
 )
+from ..architectures.hf_config import read_config
 from ..base.errors import RequestError, UsageError
 from ..checkpoints.model_directory import resolve
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, most_images
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
@@ -27,6 +28,8 @@ from ..text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import EmbeddingSettings
     from ..text.chat_template import ChatTemplates, Message
+    from ..text.images import ImagePrompts
+    from .chat_renderer import ChatRenderer
     from .embedding_head import EmbeddingHead
 
 logger = logging.getLogger(__name__)
@@ -36,11 +39,25 @@ EMBEDDING_FILES = ("modules.json", "1_Pooling")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
+def read_model(config: EngineConfig, directory: Path) -> tuple[ModelConfig, str]:
+    """Read config.json, and what the model sees images with. Return also why it sees none, if it does not.
+
+    Raises CheckpointError and UnsupportedModelError.
+    """
+    model = read_config(directory)
+    if not model.placeholders:
+        return model, ""
+    from ..images.reading import with_vision
+
+    return with_vision(config, model, directory)
+
+
 class ModelText:
     """The tokenizer, chat templates and sampling defaults of a checkpoint.
 
     It needs no torch, so a process without the model can prepare requests for an engine process.
 
+    no_images: why the model sees no images, if it does not.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint has files that say how to make embeddings.
     sampling_defaults: the sampling parameters that the checkpoint sets.
@@ -51,8 +68,12 @@ class ModelText:
     Raises CheckpointError for missing or wrong files.
     """
 
-    def __init__(self, config: EngineConfig, directory: Path, model_config: ModelConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
+    ) -> None:
         self.model_config = model_config
+        self._no_images = no_images
+        self._most_images = most_images(config.limit_mm_per_prompt)
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -67,7 +88,17 @@ class ModelText:
 
     def new_parser(self, max_model_len: int) -> PromptParser:
         """Return a parser of prompts for contexts of up to max_model_len tokens."""
-        return PromptParser(self.model_config, self.tokenizer, max_model_len)
+        return PromptParser(self.model_config, self.tokenizer, max_model_len, self.images, self._no_images)
+
+    @cached_property
+    def images(self) -> ImagePrompts | None:
+        """What reads the images of prompts; None if the model sees none."""
+        vision = self.model_config.vision
+        if vision is None:
+            return None
+        from ..text.images import ImagePrompts
+
+        return ImagePrompts(vision, self.tokenizer, self._most_images)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
@@ -83,6 +114,16 @@ class ModelText:
         max_tokens: the default if generation_config.json has no max_new_tokens.
         """
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
+
+    def set_defaults(self, sampling: Mapping[str, Any]) -> None:
+        """Set parameters of requests that do not give them, before those of the checkpoint.
+
+        Raises RequestError for parameters that do not go together.
+        """
+        if sampling:
+            self.sampling_defaults = {**self.sampling_defaults, **sampling}
+            self.chat_defaults = self.chat_defaults if SHAPES.isdisjoint(sampling) else {}
+            self.params_of({})
 
     @cached_property
     def default_params(self) -> SamplingParams:
@@ -118,59 +159,46 @@ class ModelText:
         return ThreadPoolExecutor(MOST_TOKENIZED, "paged-tokenize")
 
     @cached_property
-    def chat_templates(self) -> ChatTemplates:
-        """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
-        from ..text.chat_template import ChatTemplates
+    def chat(self) -> ChatRenderer:
+        """Renders conversations. Raises RequestError without a tokenizer."""
+        from .chat_renderer import ChatRenderer
 
         if self.tokenizer is None:
             raise RequestError("a chat needs the tokenizer, which skip_tokenizer_init=True left out")
-        return ChatTemplates(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        return ChatRenderer(self.tokenizer)
+
+    @property
+    def chat_templates(self) -> ChatTemplates:
+        """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
+        return self.chat.templates
 
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
         """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
-        If users or tools write the text of a special token, it stays plain text in the prompt.
+        The images of its parts are in "multi_modal_data".
         """
-        if not is_conversation(messages):
-            return {"prompt": self.chat_templates.render(messages, **template), "add_special_tokens": False}
-        from ..text.marked_text import Placeholders
+        if not _has_parts(messages):
+            return self.chat.render(messages, **template)
+        from ..text.chat_images import has_images, take_images, written
 
-        messages = self._turns(messages, template)
-        conversation = Placeholders(messages, self._markers)
-        text = self.chat_templates.render(conversation.messages, **template)
-        return {"prompt": conversation.restored(text), "add_special_tokens": False}
-
-    def _turns(self, messages: Sequence[Message], template: Mapping[str, Any]) -> Sequence[Message]:
-        """Return a conversation in the form that its template demands."""
-        from ..chat.formats import formats_of
-        from ..chat.turns import has_repeated_roles, merged, with_short_ids, with_single_calls
-
-        name = template.get("chat_template")
-        if any(message.get("tool_calls") for message in messages):
-            formats = formats_of(self.chat_templates.source(name, has_tools=True))
-            if formats and formats[0].has_channels:
-                messages = with_single_calls(messages)
-            elif formats and formats[0].id_length is not None:
-                messages = with_short_ids(messages, formats[0].id_length)
-        if has_repeated_roles(messages) and self.chat_templates.refuses_repeated_roles(name):
-            return merged(messages)
-        return messages
-
-    @cached_property
-    def _markers(self) -> re.Pattern[str]:
-        """Finds the texts of special tokens, and of added tokens that a chat format reads."""
-        from ..chat.formats import MARKERS
-        from ..text.marked_text import pattern_of
-
-        if self.tokenizer is None:
-            return pattern_of(())
-        return pattern_of(self.tokenizer.special_ids.keys() | (self.tokenizer.added_texts & MARKERS))
+        if not has_images(messages):
+            return self.chat.render(messages, **template)
+        if self.images is None:
+            why = self._no_images or "this model takes text alone"
+            raise RequestError(f"messages with images are refused: {why}", param="messages")
+        messages, images = take_images(messages)
+        text = written(messages, images, self.images, partial(self.chat.write, **template))
+        return {"prompt": text, "add_special_tokens": False, "multi_modal_data": {"image": images}}
 
 
-def is_conversation(messages: Any) -> bool:
-    """Return whether `messages` looks like one conversation. The templates report what is wrong with it."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    return is_list and all(isinstance(message, Mapping) for message in messages)
+def _has_parts(messages: Any) -> bool:
+    """Return whether a conversation has a message whose content is a list, in which images may be."""
+    from .chat_renderer import is_conversation
+
+    return is_conversation(messages) and any(
+        isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str | bytes)
+        for message in messages
+    )
 
 
 def _tokenizer_directory(config: EngineConfig, directory: Path) -> Path:

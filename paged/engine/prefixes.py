@@ -1,7 +1,7 @@
 """Cached prefixes that a user keeps: pinned in memory, or saved to a safetensors file and loaded again.
 
-A file holds blocks, their tokens, and the predecessor of each. K and V of a draft model are loaded where that
-is the same.
+A file holds blocks, their tokens, and the predecessor of each; for models whose layers keep states, also the
+snapshots of them, each behind a block. K and V of a draft model are loaded where that is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike, fsencode
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,11 +26,12 @@ from ..architectures.gguf_paths import gguf_files
 from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError, RequestError, UsageError
 from ..blocks.manager import BlockManager
-from ..blocks.pool import BlockId, BlockPool
+from ..blocks.pool import BlockId
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
 from ..model.cache.kv_cache import DRAFT
 from ..options.sampling_params import SamplingParams
 from ..requests.request import Prompt
+from ..scheduler.schedule import Schedule
 from ..text.prompt_parser import ParsedPrompt
 from .core import EngineCore
 from .generation import RequestSource, generate_in_order
@@ -39,7 +40,20 @@ if TYPE_CHECKING:
     from ..runner.executor import Executor
 
 FORMAT = "paged-prefix-2"
-Entry = tuple[bytes, int, int, bytes]  # a saved block: tokens, index of its predecessor, group, namespace
+_STATES = "states_"  # begins the names of tensors of snapshots
+# a saved block: tokens, index of its predecessor, group, namespace, content
+Entry = tuple[bytes, int, int, bytes, bytes]
+
+
+class SavedSnapshots(NamedTuple):
+    """The snapshots in a file, the least recently used first.
+
+    places: the entry whose block each is behind. states: [num_layers, num_snapshots, size] by the names of
+        `StateCache`.
+    """
+
+    places: list[int]
+    states: dict[str, Tensor]
 
 
 def pin(core: EngineCore, prompt: Prompt) -> int:
@@ -55,10 +69,11 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
         raise UsageError("this prompt is pinned already")
     source = RequestSource([prompt], SamplingParams(max_tokens=1, temperature=0))
     _ = [*generate_in_order(core, source, use_tqdm=False)]
-    num_cached = len(manager.find(parsed.token_ids, parsed.namespace)[0]) * size
+    num_cached = len(manager.find(parsed.token_ids, parsed.namespace, parsed.contents)[0]) * size
     if num_cached < num_full:
-        raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; raise num_blocks")
-    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest()):
+        more = "raise num_blocks" + (" or state_snapshots" if manager.has_states else "")
+        raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; {more}")
+    if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest(), parsed.contents):
         raise RequestError(
             f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
             "wait for these, or raise num_blocks"
@@ -76,10 +91,21 @@ def unpin(core: EngineCore, prompt: Prompt) -> None:
 
 
 def _pin_name(prompt: ParsedPrompt) -> str:
-    return hashlib.sha256(repr((prompt.namespace, prompt.token_ids)).encode()).hexdigest()
+    contents = [content.sha256 for content in prompt.contents]
+    return hashlib.sha256(repr((prompt.namespace, prompt.token_ids, contents)).encode()).hexdigest()
 
 
 # Files
+
+
+def move_states(core: EngineCore) -> None:
+    """Make the moves of states that wait for the next step, so that snapshots may be read and written."""
+    if core.scheduler.states is None:
+        return
+    schedule = Schedule(scheduled_time=core.scheduler.clock())
+    core.scheduler.states.take(schedule)
+    if schedule.state_moves:
+        core.runner.execute(schedule)
 
 
 def fingerprint(
@@ -110,7 +136,8 @@ def save(
     pool = manager.pool
     known = pool.known_blocks()
     if prompt is not None:
-        wanted = {block for blocks in manager.find(prompt.token_ids, prompt.namespace) for block in blocks}
+        found = manager.find(prompt.token_ids, prompt.namespace, prompt.contents)
+        wanted = {block for blocks in found for block in blocks}
         known = [entry for entry in known if entry[0] in wanted]
     index = {0: -1}
     kept = list[tuple[BlockId, int]]()
@@ -130,6 +157,11 @@ def save(
         "predecessors": torch.tensor([index[pool.predecessor(b)] for b in blocks]),
         "groups": torch.tensor(groups),
     }
+    if manager.snapshots is not None:
+        kept_states = [(index[serial], slot) for serial, slot in manager.snapshots.items() if serial in index]
+        tensors["snapshots"] = torch.tensor([place for place, _ in kept_states], dtype=torch.int64)
+        states = executor.read_states([slot for _, slot in kept_states])
+        tensors |= {_STATES + name: tensor.contiguous() for name, tensor in states.items()}
     if of_draft := [name for name in tensors if name.startswith(DRAFT)]:
         drafted = torch.tensor([block in pool.drafted for block in blocks])
         for name in of_draft:
@@ -142,6 +174,9 @@ def save(
         "block_size": str(pool.block_size),
         "namespaces": json.dumps(namespaces),
     }
+    contents = {i: pool.content(b).hex() for i, b in enumerate(blocks) if pool.content(b)}
+    if contents:
+        metadata["contents"] = json.dumps(contents)
     if draft_fingerprint is not None:
         metadata["draft_fingerprint"] = draft_fingerprint
     try:
@@ -183,27 +218,33 @@ def load(
         of_draft = {name: tensor for name, tensor in formats.items() if name not in own}
         drafted = _drafted(path, tensors, of_draft, len(entries))
         saved |= {name: tensors[name] for name in of_draft}
-    return _put(entries, saved, drafted, manager.pool, executor)
+    snapshots = None
+    if manager.snapshots is not None:
+        snapshots = _snapshots(path, tensors, executor.read_states([]), tensors["groups"].tolist())
+    return _put(entries, saved, drafted, snapshots, manager, executor)
 
 
 def _put(
     entries: list[Entry],
     saved: dict[str, Tensor],
     drafted: list[bool],
-    pool: BlockPool,
+    snapshots: SavedSnapshots | None,
+    manager: BlockManager,
     executor: Executor,
 ) -> int:
     """Copy entries that are not cached yet into free blocks, until none is free. Return how many.
 
     drafted: which have K and V of the draft model; none if those are not loaded.
+    snapshots: the states behind them; None if layers keep none.
     """
+    pool = manager.pool
     loaded: list[BlockId] = []
     known: list[BlockId | None] = []
     digests: list[bytes] = []
     try:
-        for i, (tokens, predecessor, group, namespace) in enumerate(entries):
+        for i, (tokens, predecessor, group, namespace, content) in enumerate(entries):
             previous = first_digest(namespace) if predecessor < 0 else digests[predecessor]
-            digests.append(sha256_block(previous, tokens))
+            digests.append(sha256_block(previous, tokens + content))
             parent = None if predecessor < 0 else known[predecessor]
             if (predecessor >= 0 and parent is None) or not pool.num_free:
                 known.append(None)
@@ -213,19 +254,45 @@ def _put(
             loaded += allocated
             # Filled before it can be found: the copy may fail or be interrupted.
             is_drafted = bool(drafted) and drafted[i]
-            contents = {name: each[:, i] for name, each in saved.items()}
+            written = {name: each[:, i] for name, each in saved.items()}
             if not is_drafted:
-                contents = {name: each for name, each in contents.items() if not name.startswith(DRAFT)}
-            executor.write_block(allocated[0], group, contents)
+                written = {name: each for name, each in written.items() if not name.startswith(DRAFT)}
+            executor.write_block(allocated[0], group, written)
             if is_drafted:
                 pool.drafted.update(allocated)
             serial = 0 if parent is None else pool.serial(parent)
-            known.append(pool.adopt(allocated[0], short_digest(digests[i]), tokens, serial, namespace, group))
+            digest = short_digest(digests[i])
+            known.append(pool.adopt(allocated[0], digest, tokens, serial, namespace, group, content))
             if known[-1] != allocated[0]:
                 pool.free([loaded.pop()])  # it is cached already
+        if snapshots is not None:
+            _put_snapshots(snapshots, known, manager, executor)
     finally:
         pool.free(reversed(loaded))
     return len(loaded)
+
+
+def _put_snapshots(
+    saved: SavedSnapshots, known: list[BlockId | None], manager: BlockManager, executor: Executor
+) -> None:
+    """Copy snapshots behind cached blocks into slots that are not used, the most recently used ones.
+
+    known: the cached block of each entry; None: it is not loaded.
+    """
+    snapshots = manager.snapshots
+    assert snapshots is not None, "the engine has snapshots"
+    blocks = [known[place] for place in saved.places]
+    serials = [0 if block is None else manager.pool.serial(block) for block in blocks]
+    wanted = [i for i, serial in enumerate(serials) if serial and not snapshots.has(serial)]
+    for i in wanted[max(0, len(wanted) - snapshots.num_spare) :]:
+        slot = snapshots.take()
+        assert slot is not None, "a spare snapshot has no slot"
+        try:
+            executor.write_state(slot, {name: tensor[:, i] for name, tensor in saved.states.items()})
+        except BaseException:
+            snapshots.release(slot)
+            raise
+        snapshots.keep(serials[i], slot)
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -249,7 +316,10 @@ def _entries(
     try:
         token_ids, *numbers = (tensors[name] for name in ("token_ids", "predecessors", "groups"))
         saved = {name: tensors[name] for name in formats}
-        namespaces = {int(i): bytes.fromhex(text) for i, text in json.loads(metadata["namespaces"]).items()}
+        namespaces, contents = (
+            {int(i): bytes.fromhex(text) for i, text in json.loads(each).items()}
+            for each in (metadata["namespaces"], metadata.get("contents", "{}"))
+        )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     num_blocks = token_ids.shape[:1].numel()
@@ -268,7 +338,8 @@ def _entries(
         raise CheckpointError(f"{path} is damaged: its tensors do not agree with each other or this cache")
     tokens = [array("i", row).tobytes() for row in token_ids.tolist()]
     salts = [namespaces.get(i, b"") for i in range(num_blocks)]
-    return list(zip(tokens, predecessors, groups, salts, strict=True))
+    of_blocks = [contents.get(i, b"") for i in range(num_blocks)]
+    return list(zip(tokens, predecessors, groups, salts, of_blocks, strict=True))
 
 
 def _drafted(
@@ -284,6 +355,22 @@ def _drafted(
         )
     found: list[bool] = drafted.tolist()
     return found
+
+
+def _snapshots(
+    path: Path, tensors: dict[str, Tensor], formats: Mapping[str, Tensor], groups: list[int]
+) -> SavedSnapshots:
+    """Return the checked snapshots in a file. formats: the tensors of none. groups: of the entries."""
+    places = tensors.get("snapshots", torch.empty(0))
+    saved = {name: tensors.get(_STATES + name, torch.empty(0)) for name in formats}
+    is_sound = places.dtype == torch.int64 and places.dim() == 1
+    if not (
+        is_sound
+        and _have_blocks(saved, formats, len(places))
+        and all(0 <= place < len(groups) and groups[place] == 0 for place in places.tolist())
+    ):
+        raise CheckpointError(f"{path} is damaged: its tensors of states do not agree with this cache")
+    return SavedSnapshots(places.tolist(), saved)
 
 
 def _have_blocks(saved: Mapping[str, Tensor], formats: Mapping[str, Tensor], num_blocks: int) -> bool:

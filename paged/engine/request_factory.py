@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,12 +28,10 @@ from ..text.prompt_parser import ParsedPrompt, PromptParser
 from .model_text import ModelText
 from .request_spec import (
     Prepared,
-    ReportSpec,
-    ReportTerms,
     RequestSpec,
-    SampleSoFar,
     check_is_params,
     check_tenant,
+    deadline_of,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ class RequestFactory:
         scheduling_policy: str | Policy,
         seed: int,
     ) -> None:
-        self._text = text
+        self.text = text
         self.model_config = text.model_config
         self.block_manager = block_manager
         self.prompts = prompts
@@ -84,14 +81,14 @@ class RequestFactory:
 
         Raises RequestError naming what is wrong.
         """
-        self._check_head()
+        self.check_head()
         params = spec.params(self.default_params)
         tenant = spec.tenant
         prepared = spec.prompt if isinstance(spec.prompt, Prepared) else self.prepare(spec.prompt, params)
         check_tenant(tenant)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
-        inputs = self._inputs(
-            request_id, prepared, params, tenant, _deadline(params, now), part_of=spec.part_of
+        inputs = self.inputs(
+            request_id, prepared, params, tenant, deadline_of(params, now), part_of=spec.part_of
         )
         resumed = spec.resumed
         if resumed is not None:
@@ -107,194 +104,41 @@ class RequestFactory:
             for sample in samples:
                 sample.sampling.grammar = prepared.grammar.copy()
         if resumed is not None:
-            for sample, output in zip(samples, resumed, strict=True):
-                self._check_given(sample, output.token_ids)
-                self._go_on(sample, output)
+            from .resumed import resume
+
+            resume(samples, resumed, self.prompts)
         elif len(spec.generated_token_ids):
-            self._resume(samples, spec.generated_token_ids)
+            from .resumed import continue_output
+
+            continue_output(samples, spec.generated_token_ids, self.prompts)
         # Samples that have tokens of their own do not begin together at the end of the prompt.
         if not any(sample.num_output_tokens for sample in samples):
             samples[0].siblings = samples[1:]
         if params.prompt_logprobs is not None:
+            if inputs.uncut:
+                raise RequestError(
+                    f"prompt_logprobs is not supported for images of {self.model_config.architecture}, whose "
+                    "tokens see later ones",
+                    param="prompt_logprobs",
+                )
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def _resume(self, samples: list[Request], generated: Sequence[int]) -> None:
-        """Let the only sample go on after tokens that the user gives."""
-        sample, *others = samples
-        name = "generated_token_ids"
-        if others or sample.inputs.wants_logprobs:
-            given = "logprobs" if not others else "best_of" if sample.inputs.params.best_of else "n"
-            raise RequestError(
-                f"{name} does not go with {given}: one output goes on, without log-probabilities", param=name
-            )
-        self._check_given(sample, generated)
-        least = sample.inputs.params.min_tokens
-        for i, token_id in enumerate(generated):
-            if token_id in sample.stop_ids and i >= least:
-                raise RequestError(f"{name}[{i}] is {token_id}, which ends the output", param=name)
-        self._go_on(sample, SampleSoFar(0, [*map(int, generated)]))
-        reports = sample.inputs.params.prompt_logprobs is not None
-        if reports and sample.namespace != sample.inputs.namespace:
-            raise RequestError(
-                f"{name} does not go with prompt_logprobs where prompt and output have {sample.num_tokens} "
-                f"tokens: from {sample.inputs.long_from} on, longrope rotates the prompt otherwise",
-                param=name,
-            )
-
-    def _check_given(self, sample: Request, generated: Sequence[int]) -> None:
-        name = "generated_token_ids"
-        num = len(generated)
-        self.prompts.check_vocabulary(name, generated)
-        if num >= (most := sample.inputs.max_total_tokens - sample.num_prompt_tokens):
-            raise RequestError(
-                f"{name} has {num} tokens, which leaves nothing to generate of at most {most}", param=name
-            )
-
-    @staticmethod
-    def _go_on(sample: Request, so_far: SampleSoFar) -> None:
-        """Let a sample go on after the tokens that another engine made."""
-        num = len(so_far.token_ids)
-        if not num:
-            return
-        logprob = so_far.cumulative_logprob or 0.0
-        sample.inputs = replace(sample.inputs, num_given_tokens=num, given_logprob=logprob)
-        sample.token_ids += so_far.token_ids
-        if sample.inputs.wants_logprobs:
-            from ..requests.prompt_report import REPORTED
-
-            sample.sampling.logprobs = [REPORTED] * num
-        grammar = sample.sampling.grammar
-        if grammar is not None and not grammar.follow(sample):
-            name = "generated_token_ids"
-            raise RequestError(f"{name} is not in the language of structured_outputs", param=name)
-
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
         """Do the slow part of `new_group`. Runs on any thread. Raises RequestError."""
-        self._check_params(params)
+        self.check_params(params)
         if isinstance(prompt, ParsedPrompt):
             self.prompts.check_parsed(parsed := prompt)
         else:
             parsed = self.prompts.parse(prompt, params.cache_salt)
         wanted = params.structured_outputs
         grammar = None if wanted is None else self.grammars.start(wanted)
-        rules = self._token_rules(params)
-        self._check_possible(params, self._stop_ids(params), rules, grammar)
-        return Prepared(parsed, rules, _stops(params), grammar)
+        rules = self.token_rules(params)
+        self.check_possible(params, self._stop_ids(params), rules, grammar)
+        return Prepared(parsed, rules, stops_of(params), grammar)
 
-    def new_fork(
-        self, request_id: str, parent: Request, params: SamplingParams | None, now: float
-    ) -> RequestGroup:
-        """Make a request that continues after the newest token of `parent`.
-
-        params: by default the parent's, with a new seed for the fork. New stop strings apply to new text
-            only.
-
-        Raises RequestError naming what is wrong.
-        """
-        seed = derived_seed(self.seed, request_id)
-        inherited = parent.inputs
-        if params is None:
-            params = inherited.params
-        elif isinstance(params, SamplingParams):
-            seed = seed if params.seed is None else params.seed
-            params = replace(params, priority=params.priority or inherited.priority)
-        self._check_params(params)
-        if params.num_samples > 1:
-            raise RequestError(
-                f"a fork is one sequence, got {params.num_samples}; fork as often as there are to be",
-                param="n",
-            )
-        salt = params.cache_salt
-        if salt not in (None, inherited.params.cache_salt) and (
-            self.prompts.namespace(salt, parent.num_prompt_tokens) != inherited.namespace
-        ):
-            raise RequestError(
-                f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
-                param="cache_salt",
-            )
-        parsed = ParsedPrompt(inherited.prompt, inherited.prompt_token_ids, inherited.namespace)
-        rules = inherited.rules if params is inherited.params else self._token_rules(params)
-        prepared = Prepared(parsed, rules, _stops(params))
-        same_deadline = params is inherited.params or params.timeout_s is None
-        deadline = inherited.deadline if same_deadline else _deadline(params, now)
-        inputs = self._inputs(request_id, prepared, params, inherited.tenant, deadline)
-        same_stops = params.stop == inherited.params.stop
-        num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-        inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
-        if inputs.max_total_tokens <= parent.num_tokens:
-            raise RequestError(
-                f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "
-                f"{parent.num_output_tokens} tokens already",
-                param="max_tokens",
-            )
-        child = Request(inputs, sampling=SamplingState(seed), metrics=RequestMetrics(now))
-        child.token_ids = parent.token_ids.copy()
-        if inputs.wants_logprobs:
-            if not inherited.wants_logprobs:
-                raise RequestError(
-                    f"logprobs of a fork must be None as its parent's, got {params.logprobs}: there are "
-                    "none for the tokens they share",
-                    param="logprobs",
-                )
-            child.sampling.logprobs = parent.sampling.logprobs.copy()
-        if params.prompt_logprobs is not None:
-            # Positions of the shared prompt that are computed already cannot be reported to the fork alone.
-            if parent.report is None or params.prompt_logprobs != inherited.params.prompt_logprobs:
-                raise RequestError(
-                    f"prompt_logprobs of a fork must be None, or its parent's "
-                    f"{inherited.params.prompt_logprobs}, got {params.prompt_logprobs}",
-                    param="prompt_logprobs",
-                )
-            child.report = parent.report.fork()
-        grammar = child.sampling.grammar = self._grammar_of_fork(child, parent)
-        self._check_possible(params, inputs.stop_ids, rules, grammar, parent.num_output_tokens)
-        return RequestGroup(request_id, [child])
-
-    def new_report(
-        self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, now: float
-    ) -> RequestGroup:
-        """Make a request that generates no tokens and only reports on its prompt.
-
-        Raises RequestError naming what is wrong.
-        """
-        report = spec.report(self._text)
-        if report.num_top is not None:
-            self._check_head()
-        params = terms.params()
-        self._check_priority(terms.priority)
-        deadline = _deadline(params, now)
-        inputs = self._inputs(
-            request_id,
-            Prepared(spec.prompt),
-            params,
-            terms.tenant,
-            deadline,
-            generates=False,
-            part_of=terms.part_of,
-        )
-        request = Request(inputs, report=report, metrics=RequestMetrics(now))
-        return RequestGroup(request_id, [request])
-
-    def _grammar_of_fork(self, child: Request, parent: Request) -> Grammar | None:
-        wanted = child.inputs.params.structured_outputs
-        if wanted is None:
-            return None
-        grammar: Grammar
-        if parent.sampling.grammar is not None and wanted == parent.inputs.params.structured_outputs:
-            grammar = parent.sampling.grammar.copy()
-        else:
-            grammar = self.grammars.start(wanted)
-        if not grammar.follow(child):
-            raise RequestError(
-                f"structured_outputs {wanted.kind} does not allow the {parent.num_output_tokens} tokens that "
-                "the parent has generated",
-                param="structured_outputs",
-            )
-        return grammar
-
-    def _inputs(
+    def inputs(
         self,
         request_id: str,
         prepared: Prepared,
@@ -305,6 +149,7 @@ class RequestFactory:
         generates: bool = True,
         part_of: str = "",
     ) -> RequestInputs:
+        """Return the constant part of a request, which has passed all checks but those of its lengths."""
         prompt = prepared.prompt
         return RequestInputs(
             request_id=request_id,
@@ -320,11 +165,20 @@ class RequestFactory:
             tenant=tenant,
             part_of=part_of,
             namespace=prompt.namespace,
+            images=prompt.images,
+            uncut=self._uncut(prompt),
             long_from=self.prompts.long_from,
             deadline=deadline,
         )
 
-    def _check_possible(
+    def _uncut(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
+        """Return the runs of a prompt's tokens that see each other."""
+        vision = self.model_config.vision
+        if vision is None or not vision.sees_itself:
+            return ()
+        return tuple((image.start, image.end) for image in prompt.images)
+
+    def check_possible(
         self,
         params: SamplingParams,
         stop_ids: frozenset[int],
@@ -359,7 +213,8 @@ class RequestFactory:
 
         return PromptReport(0, num_rows, num_top)
 
-    def _check_head(self) -> None:
+    def check_head(self) -> None:
+        """Raise RequestError for a model without a head."""
         if not self.model_config.has_head:
             raise RequestError(
                 f"this {self.model_config.architecture} was saved without its head, as a model that makes "
@@ -367,7 +222,8 @@ class RequestFactory:
                 param="model",
             )
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError where the parameters do not fit this engine."""
         check_is_params(params)
         if params.stop and self.tokenizer is None:
             raise RequestError(
@@ -380,12 +236,13 @@ class RequestFactory:
                 f"{self.max_num_seqs}",
                 param=name,
             )
-        self._check_priority(params.priority)
+        self.check_priority(params.priority)
         self.prompts.check_vocabulary("stop_token_ids", params.stop_token_ids)
         self.prompts.check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
         self.prompts.check_vocabulary("logit_bias", [*(params.logit_bias or ())])
 
-    def _check_priority(self, priority: object) -> None:
+    def check_priority(self, priority: object) -> None:
+        """Raise RequestError for a priority that the scheduling policy would ignore."""
         policy = self.scheduling_policy
         if priority and isinstance(policy, str) and policy != "priority":
             raise RequestError(
@@ -393,15 +250,20 @@ class RequestFactory:
                 param="priority",
             )
 
-    def _token_rules(self, params: SamplingParams) -> TokenRules:
+    def token_rules(self, params: SamplingParams) -> TokenRules:
+        """Return the bad words and the breakers of DRY as tokens."""
         breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
         return self._rules_of(params.bad_words, breakers)
 
     def _new_rules(self, bad_words: Sequence[str], breakers: Sequence[str]) -> TokenRules:
+        if not bad_words and not breakers:
+            return TokenRules()
+        from ..requests.tokenized_rules import tokenized
+
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return TokenRules.of(bad_words, breakers, None, list)
-        rules = TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
+            return tokenized(bad_words, breakers, None, list)
+        rules = tokenized(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
         for token_ids in rules.bad_words:
             with about("bad_words"):
                 self.prompts.check_vocabulary("a token of bad_words", token_ids)
@@ -437,11 +299,8 @@ class RequestFactory:
         return most
 
 
-def _deadline(params: SamplingParams, now: float) -> float:
-    return math.inf if params.timeout_s is None else now + params.timeout_s
-
-
-def _stops(params: SamplingParams) -> StopStrings | None:
+def stops_of(params: SamplingParams) -> StopStrings | None:
+    """Return the automaton that finds the stop strings."""
     if not params.stop:
         return None
     from ..requests.stop_strings import stop_strings

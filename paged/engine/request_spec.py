@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..base.errors import RequestError, UsageError
 from ..base.validation import shown
 from ..options.sampling_params import SamplingParams
-from ..requests.request import Grammar, Prompt, Request
+from ..requests.request import Grammar, Prompt
 from ..requests.token_rules import TokenRules
 from ..text.prompt_parser import ParsedPrompt
 
 if TYPE_CHECKING:
-    from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
-    from .model_text import ModelText
-
-Found = TypeVar("Found", covariant=True)
 
 
 class Prepared(NamedTuple):
@@ -80,45 +77,9 @@ class RequestSpec:
         return replace(params, **given) if given else params
 
 
-class ReportSpec(Protocol[Found]):
-    """A request that generates no tokens and only reports on its prompt."""
-
-    @property
-    def prompt(self) -> ParsedPrompt:
-        """The prompt to compute and report on."""
-
-    def report(self, text: ModelText) -> PromptReport:
-        """Return a new report for the request to fill.
-
-        text: the engine's tokenizer and templates.
-        """
-
-    def output(self, request: Request) -> Found:
-        """Return the output made from the report of the finished request."""
-
-
-class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled.
-
-    part_of: see `RequestInputs`.
-    """
-
-    priority: float = 0.0
-    tenant: str = ""
-    timeout_s: float | None = None
-    part_of: str = ""
-
-    def params(self) -> SamplingParams:
-        """Return sampling parameters with these terms that generate no tokens. Raises RequestError."""
-        check_tenant(self.tenant)
-        # Room for one token, which is never computed.
-        return SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-            priority=self.priority,
-            timeout_s=self.timeout_s,
-        )
+def deadline_of(params: SamplingParams, now: float) -> float:
+    """Return when a request that arrives now is aborted; inf for never."""
+    return math.inf if params.timeout_s is None else now + params.timeout_s
 
 
 def check_tenant(tenant: object) -> None:

@@ -18,7 +18,8 @@ from ..scheduler.stats import EngineStats
 from .answer_memory import CANDIDATE_BYTES, PAUSE_BYTES, TOKEN_BYTES
 from .engine import LLMEngine
 from .loop import EngineLoop, Recipient, copy_of
-from .request_spec import ReportSpec, closed_error
+from .reports import ReportSpec
+from .request_spec import closed_error
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ class Queries:
     min_seqlen_q: int
     max_decode_q: int = 1  # of how many new tokens a sequence is a decode, whose keys attention may split
     max_seq_len: int | None = None  # no sequence is longer; None: as long as block tables allow
+    last_keys: Tensor | None = None  # i32, the last position that each of these tokens sees; None: its own
     # By a layer's `plan_key`, the stride of its queries and the width of its block table; made by the first
     # such layer
     plans: dict[tuple[int | None, int, int, int], AttentionPlan] = field(default_factory=dict)
@@ -46,6 +47,22 @@ class Batch:
     seats: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
+    # Embeddings in place of those of tokens, as of images: i64[n] and [n, hidden_size]; None: there are none
+    given: tuple[Tensor, Tensor] | None = None
+    # What is added to these rows behind the first layers, [n, hidden_size] for each: see StackSpec
+    features: tuple[Tensor, ...] = ()
+    # i64[3, num_tokens]: the time, row and column that each token is rotated by; None: all are its position
+    grid_positions: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the launches of its step depend on the numbers of tokens alone."""
+        return self.given is None and self.grid_positions is None
+
+    def forget_given(self) -> None:
+        """Make it a batch of tokens alone. A batch may be used again."""
+        self.given = self.grid_positions = self.queries.last_keys = None
+        self.features = ()
 
     @property
     def num_tokens(self) -> int:

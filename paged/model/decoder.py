@@ -15,7 +15,6 @@ from ..architectures.spec import FeedForwardSpec
 from ..base.errors import CheckpointError
 from ..base.validation import check_number
 from ..checkpoints.stored import StoredRows
-from ..kernels.backend import Kernels
 from .batch import Batch, Queries
 from .cache.kv_cache import KVCache
 from .exchanges import collect_logits
@@ -29,9 +28,11 @@ from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from .layers.experts import Experts, ExpertsBeside
     from .layers.layer_inputs import PerLayerEmbeddings, PerLayerGate
     from .layers.states import StateLayer
+    from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 
 MAX_SCALAR = 1e6  # of a layer
@@ -259,6 +260,11 @@ class Decoder(nn.Module):
         self.embedding_factor = float(multiplier) / config.residual_multiplier
         if self.head is not None and config.tie_word_embeddings:
             del self.head.weight  # the head shares the embedding's form
+        self.tower: Vit | None = None
+        if part.is_first and config.vision is not None:
+            from .towers.vit import Vit
+
+            self.tower = Vit(config.vision, config.hidden_size, kernels)
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
@@ -298,6 +304,8 @@ class Decoder(nn.Module):
             residual: Tensor = self.embedding(batch.token_ids)
             if self.embedding_factor != 1.0:
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
+            if batch.given is not None:
+                residual.index_copy_(0, *batch.given)
             inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
             stream = Stream(residual, None, inputs)
         rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
@@ -310,9 +318,12 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Run the first layers. Return what is left to add to the residual."""
         residual, hidden, _ = stream
-        for layer in islice(self.layers, num_layers):
+        for number, layer in enumerate(islice(self.layers, num_layers)):
             query = layer.project(hidden, residual, rows, batch, kv_cache)
             hidden = layer.attend(query, residual, rows, batch.queries, kv_cache)
+            if number < len(batch.features):
+                assert batch.given is not None, "features are of rows with embeddings"
+                residual.index_add_(0, batch.given[0], batch.features[number])
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -379,7 +390,7 @@ class Decoder(nn.Module):
         """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
-        linear = [module for module in self.modules() if isinstance(module, Linear)]
+        linear = [each for each in self.modules() if isinstance(each, Linear) and not each.stays_float]
         experts = [module for module in self.modules() if isinstance(module, ManyExperts)]
         if not all(module.form.is_recordable for module in linear):
             return f"torch computes a part of its linear layers in {self.dtype}"

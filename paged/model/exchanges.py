@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Kernels
 from ..kernels.steps import call_within_step
 from .part import Shard, TensorGroup
+
+if TYPE_CHECKING:
+    pass
 
 
 def group_of(shard: Shard) -> TensorGroup:
@@ -45,27 +47,4 @@ def collect_logits(x: Tensor, shard: Shard, vocab_size: int) -> Tensor:  # [n, s
             out.copy_(found[:, :vocab_size])
 
     call_within_step(exchange, x, out)
-    return out
-
-
-def look_up(
-    rows_of: Callable[[Tensor], Tensor],  # this shard's rows of a table, i64[n] -> [n, width]
-    token_ids: Tensor,  # i64[n]
-    like: Tensor,  # a row of the whole table, on any device
-    num_rows: int,  # of the whole table
-    shard: Shard,
-    kernels: Kernels,
-) -> Tensor:  # [n, width]
-    """Look up rows of a table that is divided among shards. Each row comes from the shard that holds it."""
-    own = shard.tokens(num_rows)
-    widest = len(Shard(0, shard.count).tokens(num_rows))
-    out = token_ids.new_empty(len(token_ids), len(like), dtype=like.dtype)
-
-    def exchange(token_ids: Tensor, out: Tensor) -> None:
-        places = (token_ids - own.start).clamp_(0, len(own) - 1)
-        found = group_of(shard).gather(rows_of(places), dim=0)
-        places = torch.arange(len(token_ids), device=token_ids.device)
-        kernels.take_rows(found, places + token_ids // widest * len(token_ids), out)
-
-    call_within_step(exchange, token_ids, out)
     return out

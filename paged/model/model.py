@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from ..kernels.backend import Kernels
 from .batch import Batch
 from .cache.kv_cache import KVCache
 from .stream import Stream
 from .weights.loading import Loadable, Loader, StoredWeights
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
+    from .towers.vit import Vit
     from .weights.kept import KeepsWeights
 
 
@@ -27,6 +28,7 @@ class Model(Protocol):
     kernels: Kernels
     stored_weights: StoredWeights | None  # what it was loaded from
     kept_weights: KeepsWeights | None  # the cache of packed weights, if they are to be kept
+    tower: Vit | None  # makes embeddings of images
 
     def loadables(self) -> Iterator[Loadable]:
         """Yield the modules that take parameters from a checkpoint."""

@@ -24,6 +24,8 @@ MIN_BLOCK_SIZE = 8
 MAX_BLOCK_SIZE = 256
 MAX_RANKS = 1024
 DEFAULT_NUM_SEQS = 256
+DEFAULT_IMAGES = 4  # of a prompt
+MAX_IMAGES = 4096
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
 _OPTIONAL_TEXTS = {
@@ -42,6 +44,7 @@ _OPTIONAL_COUNTS = (
     "max_waiting",
     "max_queued_tokens",
     "num_threads",
+    "state_interval",
 )
 
 
@@ -80,8 +83,12 @@ class EngineConfig:
         gpu_memory_utilization or cpu_memory_utilization.
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
-    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None takes True,
-        or False for a model with recurrent states.
+    enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so.
+    state_snapshots: for models whose layers keep states: the most states that are kept for prompts with the
+        same beginning; 0 caches no prefix. None takes as many as an eighth of the memory for blocks holds.
+    state_interval: for these models: a prompt leaves a state at each multiple of so many tokens, rounded up
+        to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a step, and
+        no fewer than have K and V as large as a state.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt requests of higher numbers; "longest-prefix-match", the request with most of its prompt
         cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
@@ -130,6 +137,10 @@ class EngineConfig:
         GPU with Triton's kernels if one process holds the model; elsewhere True is an error.
     seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
+    language_model_only: load the text part of a model that sees images alone.
+    limit_mm_per_prompt: the most images of a prompt, {"image": 4} by default.
+    mm_processor_kwargs: values in place of those of preprocessor_config.json, for the keys that it may have.
+    mm_processor_cache_gb: the most memory, in GiB, of embeddings of images that are kept for later prompts.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -152,6 +163,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.92
     cpu_memory_utilization: float = 0.4
     enable_prefix_caching: bool | None = None
+    state_snapshots: int | None = None
+    state_interval: int | None = None
     scheduling_policy: str | Any = "fcfs"
     tenant_weights: Mapping[str, float] | None = None
     long_prefill_token_threshold: int | None = None
@@ -178,6 +191,10 @@ class EngineConfig:
     async_scheduling: bool | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
+    language_model_only: bool = False
+    limit_mm_per_prompt: Mapping[str, int] | None = None
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+    mm_processor_cache_gb: float = 4.0
 
     def __post_init__(self) -> None:
         self._take_defaults()
@@ -198,10 +215,13 @@ class EngineConfig:
             "deterministic",
             "enforce_eager",
             "skip_tokenizer_init",
+            "language_model_only",
         ):
             check_bool(ConfigError, name, getattr(self, name))
         if self.enable_prefix_caching is not None:
             check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
+        if self.state_snapshots is not None:
+            check_int(ConfigError, "state_snapshots", self.state_snapshots, 0)
         if self.async_scheduling is not None:
             check_bool(ConfigError, "async_scheduling", self.async_scheduling)
         _check_choice("dtype", self.dtype, DTYPES)
@@ -221,6 +241,13 @@ class EngineConfig:
 
             check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
+        most_images(self.limit_mm_per_prompt)
+        check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
+        kwargs = self.mm_processor_kwargs
+        if kwargs is not None and not (
+            isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+        ):
+            raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -298,6 +325,20 @@ class EngineConfig:
                 f"async_scheduling=True is for a model in one process, and this one has {self.num_ranks}, "
                 "whose steps in flight are of different requests; leave it out"
             )
+
+
+def most_images(limits: object) -> int:
+    """Return how many images a prompt may have. Raises ConfigError for other limits than of images."""
+    if limits is None:
+        return DEFAULT_IMAGES
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {shown(limits)}')
+    for kind, limit in limits.items():
+        if kind not in ("image", "audio", "video"):
+            raise ConfigError(f"limit_mm_per_prompt has {shown(kind)}; it takes image")
+        most = MAX_IMAGES if kind == "image" else 0
+        check_int(ConfigError, f"limit_mm_per_prompt[{kind!r}]", limit, 0, most)
+    return int(limits.get("image", DEFAULT_IMAGES))
 
 
 def options_of(config: Any) -> dict[str, Any]:

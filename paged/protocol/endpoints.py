@@ -19,13 +19,24 @@ from .calls.generate import GenerateCall
 from .calls.tokens import DetokenizeCall, TokenizeCall
 from .calls.vectors import EmbeddingCall, ScoreCall
 from .limits import Limits
+from .llamacpp.calls import ApplyTemplateCall, InfillCall, NativeCall
 from .messages.call import MessageCall, MessageCountCall
 from .messages.events import message_error
+from .ollama.answers import ollama_error
+from .ollama.calls import (
+    CopyCall,
+    NamedCall,
+    OllamaChatCall,
+    OllamaEmbedCall,
+    OllamaEmbeddingsCall,
+    OllamaGenerateCall,
+    PullCall,
+)
 from .responses.call import ResponseCall
 
 JSON = "application/json"
-_LINES = "application/x-ndjson"
-_EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
+EVENTS = "text/event-stream"
 _PLAIN = "text/plain"
 _LISTED: list[Endpoint] = []
 # Who may use a route. all: everyone, as a monitor or a load balancer may have no key. keys: who has a key of
@@ -87,7 +98,7 @@ class Endpoint:
 
 
 POST_CHAT = Endpoint(
-    "POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", call=ChatCall, streamed=_EVENTS
+    "POST", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", call=ChatCall, streamed=EVENTS
 )
 POST_COMPLETIONS = Endpoint(
     "POST",
@@ -95,7 +106,7 @@ POST_COMPLETIONS = Endpoint(
     "Complete one or several prompts",
     "Completion",
     call=CompletionCall,
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 POST_RESPONSE = Endpoint(
     "POST",
@@ -103,7 +114,7 @@ POST_RESPONSE = Endpoint(
     "Answer the items of a conversation",
     "Response",
     call=ResponseCall,
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 GET_RESPONSE = Endpoint(
     "GET", "/v1/responses/{response}", "Return a response that is stored or in progress", "Response"
@@ -117,7 +128,7 @@ POST_MESSAGE = Endpoint(
     "Message",
     call=MessageCall,
     error="MessageError",
-    streamed=_EVENTS,
+    streamed=EVENTS,
 )
 POST_COUNT_TOKENS = Endpoint(
     "POST",
@@ -137,6 +148,23 @@ POST_TOKENIZE = Endpoint(
     "POST", "/tokenize", "Return the tokens of a text or a conversation", "Tokens", call=TokenizeCall
 )
 POST_DETOKENIZE = Endpoint("POST", "/detokenize", "Return the text of tokens", "Text", call=DetokenizeCall)
+POST_NATIVE, POST_INFILL = (
+    Endpoint("POST", path, summary, "Any", call=call, streamed=EVENTS)
+    for path, summary, call in (
+        ("/completion", "Complete a prompt, in llama.cpp's form", NativeCall),
+        ("/infill", "Fill in the middle of a text, in llama.cpp's form", InfillCall),
+    )
+)
+POST_APPLY_TEMPLATE = Endpoint(
+    "POST", "/apply-template", "Return the prompt of a conversation", "Any", call=ApplyTemplateCall
+)
+GET_PROPS, GET_SLOTS = (
+    Endpoint("GET", path, summary, "Any")
+    for path, summary in (
+        ("/props", "Describe the model, in llama.cpp's form"),
+        ("/slots", "List the requests in progress, in llama.cpp's form"),
+    )
+)
 POST_GENERATE, POST_GENERATE_BATCH = (
     Endpoint(
         "POST",
@@ -144,10 +172,54 @@ POST_GENERATE, POST_GENERATE_BATCH = (
         "Complete prompts, each with its own result",
         "Results",
         call=GenerateCall,
-        streamed=_LINES,
+        streamed=LINES,
     )
     for path in ("/generate", "/generate/batch")
 )
+POST_OLLAMA_CHAT, POST_OLLAMA_GENERATE = (
+    Endpoint("POST", f"/api/{name}", summary, "Any", call=call, streamed=LINES, error="OllamaError")
+    for name, summary, call in (
+        ("chat", "Answer a conversation, in Ollama's form", OllamaChatCall),
+        ("generate", "Answer a prompt, in Ollama's form", OllamaGenerateCall),
+    )
+)
+POST_OLLAMA_EMBED, POST_OLLAMA_EMBEDDINGS, POST_OLLAMA_SHOW, POST_OLLAMA_PULL, POST_OLLAMA_COPY = (
+    Endpoint("POST", f"/api/{name}", summary, "Any", call=call, streamed=streamed, error="OllamaError")
+    for name, summary, call, streamed in (
+        ("embed", "Embed one or several texts, in Ollama's form", OllamaEmbedCall, None),
+        ("embeddings", "Embed a text, in Ollama's older form", OllamaEmbeddingsCall, None),
+        ("show", "Describe a model, in Ollama's form", NamedCall, None),
+        ("pull", "Download a model of the hub; only with --allow-model-changes", PullCall, LINES),
+        ("copy", "Give a model another name; only with --allow-model-changes", CopyCall, None),
+    )
+)
+DELETE_OLLAMA = Endpoint(
+    "DELETE",
+    "/api/delete",
+    "Remove the model that the body names; only with --allow-model-changes",
+    "Any",
+    error="OllamaError",
+)
+GET_TAGS, GET_PS = (
+    Endpoint("GET", f"/api/{name}", summary, "Any", error="OllamaError")
+    for name, summary in (
+        ("tags", "List the models, in Ollama's form"),
+        ("ps", "List the models that are loaded, in Ollama's form"),
+    )
+)
+GET_OLLAMA_VERSION = Endpoint(
+    "GET", "/api/version", "Return the version of paged", "Version", error="OllamaError", access="public"
+)
+GET_LMSTUDIO_MODELS = Endpoint("GET", "/api/v0/models", "List the models, in LM Studio's form", "Any")
+GET_LMSTUDIO_MODEL = Endpoint(
+    "GET", "/api/v0/models/{model}", "Return one of the models, in LM Studio's form", "Any"
+)
+# Paths of other servers that are not here, and why.
+NOT_HERE = {
+    "/api/create": "models are not made here: models.toml gives a checkpoint a name, a template and options",
+    "/api/push": "models are not uploaded from here",
+    "/api/blobs": "models are not uploaded to here: paged pull downloads them",
+}
 GET_MODELS = Endpoint("GET", "/v1/models", "List the model's names", "Models")
 GET_MODEL = Endpoint("GET", "/v1/models/{model}", "Return one of the model's names", "Model")
 GET_HEALTH = Endpoint("GET", "/health", "Return whether the engine runs", "Any", access="all", is_probe=True)
@@ -170,7 +242,7 @@ GET_WATCH = Endpoint(
     "/watch",
     "Tell what the engines compute and whose their blocks are, up to four times a second",
     None,
-    media=_EVENTS,
+    media=EVENTS,
     access="watch",
 )
 # The page, by the path of each of its files.
@@ -195,6 +267,13 @@ POST_END = Endpoint(
     "End the requests in progress that have this id",
     "Any",
     access="admin",
+)
+POST_LOAD, POST_UNLOAD = (
+    Endpoint("POST", f"{ADMIN_PREFIX}models/{{model}}/{verb}", summary, "Any", access="admin")
+    for verb, summary in (
+        ("load", "Load a model of a server that has several, and answer when it is loaded"),
+        ("unload", "Unload a model of a server that has several, once no request uses it"),
+    )
 )
 POST_REPLICAS = Endpoint(
     method="POST",
@@ -234,11 +313,18 @@ def is_of_messages(path: str) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
+def is_of_ollama(path: str) -> bool:
+    """Return whether a path belongs to Ollama's API, whose errors have another form."""
+    return path.startswith("/api/") and not path.startswith("/api/v0/")
+
+
 def error_in_form_of(path: str, status: int, body: dict[str, Any], request_id: str) -> dict[str, Any]:
     """Convert the body of an error to the format of the API that a path belongs to.
 
     body: the error in OpenAI's format.
     """
+    if is_of_ollama(path):
+        return ollama_error(body)
     return message_error(status, body, request_id) if is_of_messages(path) else body
 
 

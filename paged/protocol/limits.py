@@ -35,6 +35,7 @@ class Limits:
     chat_template_kwargs: variables for the template. A body may override them.
     chat_format: how the model writes tool calls and reasoning.
     ignore_builtin_tools: whether built-in tools of hosted APIs are left out instead of refused.
+    system: the system prompt of conversations that have none.
     max_model_len: the length in tokens to which long conversations are cut; None if unknown.
     """
 
@@ -45,4 +46,5 @@ class Limits:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_format: ChatFormat = field(default_factory=ChatFormat)
     ignore_builtin_tools: bool = False
+    system: str | None = None
     max_model_len: int | None = None

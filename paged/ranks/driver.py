@@ -17,7 +17,7 @@ from ..model.cache.kv_cache import KVCache
 from ..model.cache.shares import cut_blocks, empty_blocks, join_blocks
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
-from ..runner.memory import RunStep
+from ..runner.fit import RunStep
 from ..runner.model_runner import ModelRunner
 from ..runner.part_runner import Peers
 from ..runner.passes import compute
@@ -199,6 +199,39 @@ class DriverRunner(ModelRunner):
             own = cut_blocks(self.model_config, self.sizes.block_size, [group], part, whole)
             if not rank:
                 super().write_block(block, group, {name: tensor[:, 0] for name, tensor in own.items()})
+            for tensor in own.values() if rank else ():
+                self._transport.send(tensor, rank)
+
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots on the host, gathered from all ranks."""
+        from ..model.cache.state_shares import empty_states, join_states
+
+        if slots:
+            self.compute_until()
+            self._transport.send_message(self._writer.read_states(slots))
+
+        def parts() -> Iterator[tuple[ModelPart, dict[str, Tensor]]]:
+            for rank in range(self.layout.num_ranks if slots else 0):
+                part = self._part_of(rank)
+                own = super(DriverRunner, self).read_states(slots) if not rank else {}
+                like = empty_states(self.model_config, len(slots), self.dtype, part) if rank else None
+                for name, tensor in like.tensors.items() if like is not None else ():
+                    own[name] = self._transport.receive(tensor.shape, tensor.dtype, rank)
+                yield part, own
+
+        return join_states(self.model_config, len(slots), parts(), self.dtype)
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write what `read_states` returned of a snapshot into a slot, on all ranks."""
+        from ..model.cache.state_shares import cut_states
+
+        self.compute_until()
+        whole = {name: tensor[:, None] for name, tensor in contents.items()}
+        self._transport.send_message(self._writer.write_state(slot))
+        for rank in range(self.layout.num_ranks):
+            own = cut_states(self.model_config, self._part_of(rank), whole, self.dtype)
+            if not rank:
+                super().write_state(slot, {name: tensor[:, 0] for name, tensor in own.items()})
             for tensor in own.values() if rank else ():
                 self._transport.send(tensor, rank)
 

@@ -79,6 +79,11 @@ class FollowerRunner(PartRunner):
             elif message.kind is MessageKind.READ_BLOCKS:
                 for tensor in self.read_blocks(message.blocks, ()).values():
                     self._transport.send(tensor, DRIVER)
+            elif message.kind is MessageKind.READ_STATES:
+                for tensor in self.read_states(message.blocks).values():
+                    self._transport.send(tensor, DRIVER)
+            elif message.kind is MessageKind.WRITE_STATE:
+                self._receive_state(*message.blocks)
             else:
                 self._receive_block(*message.blocks)
 
@@ -113,6 +118,12 @@ class FollowerRunner(PartRunner):
         for name, tensor in self.read_blocks([block], ()).items():
             contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
         self.write_block(block, 0, contents)  # of any group
+
+    def _receive_state(self, slot: int) -> None:
+        contents = dict[str, Tensor]()
+        for name, tensor in self.read_states([slot]).items():
+            contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
+        self.write_state(slot, contents)
 
     def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> int:
         """Run the step by which the driver, too, measures memory. Return 0: there are no graphs."""

@@ -11,7 +11,7 @@ from typing import Self
 
 from ..architectures.config import ModelConfig
 from ..base.errors import DivisionError
-from ..model.part import check_shards
+from ..model.division import check_shards
 from ..options.config import EngineConfig
 
 

@@ -84,6 +84,11 @@ class Membership:
         found: list[int] = self.meeting.gather("seats", num_seats)
         return min(found)
 
+    def least_snapshots(self, num_snapshots: int) -> int:
+        """Return for how many snapshots of states the smallest rank has room."""
+        found: list[int] = self.meeting.gather("snapshots", num_snapshots)
+        return min(found)
+
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
         """Return the smallest numbers of device blocks and host blocks that any rank can hold."""
         found = self.meeting.gather("blocks", [num_blocks, num_host_blocks])

@@ -1,4 +1,4 @@
-"""Messages of the driver to the other ranks: steps, and blocks to read or to write.
+"""Messages of the driver to the other ranks: steps, and blocks or states to read or to write.
 
 A message begins with what it is and its number. A decode of the seats of one of the last decodes is told as
 their new tokens and the entries by which block tables have grown.
@@ -16,6 +16,7 @@ from itertools import pairwise
 from ..base.errors import RankError
 from ..blocks.pool import BlockId
 from ..runner.plan import IN_SEAT, ComputedPart, SeatChange
+from ..runner.plan_bytes import from_bytes, to_bytes
 
 _HEADER = struct.Struct("<Ii")  # the kind, and the number
 
@@ -28,6 +29,14 @@ class MessageKind(IntEnum):
     READ_BLOCKS = 3
     WRITE_BLOCK = 4
     END = 5
+    READ_STATES = 6
+    WRITE_STATE = 7
+
+
+_OF_BLOCKS = (
+    *(MessageKind.READ_BLOCKS, MessageKind.WRITE_BLOCK),
+    *(MessageKind.READ_STATES, MessageKind.WRITE_STATE),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class Message:
     """A message that was read from the driver.
 
     step: the step to compute, if the message is a step.
-    blocks: the blocks to read, or the block to write.
+    blocks: the blocks to read, or the block to write; or slots of snapshots.
     """
 
     kind: MessageKind
@@ -74,7 +83,7 @@ class MessageWriter:
         again = self._repeated(part)
         self._decodes.remember(part)
         if again is None:
-            return self._written(MessageKind.STEP, part.to_bytes())
+            return self._written(MessageKind.STEP, to_bytes(part))
         return self._written(MessageKind.REPEATED_STEP, again.tobytes())
 
     def read_blocks(self, blocks: Sequence[BlockId]) -> bytes:
@@ -84,6 +93,14 @@ class MessageWriter:
     def write_block(self, block: BlockId) -> bytes:
         """Encode an order to receive contents and write them into a block."""
         return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
+
+    def read_states(self, slots: Sequence[int]) -> bytes:
+        """Make each rank send its part of the states in these slots of snapshots."""
+        return self._written(MessageKind.READ_STATES, array("i", slots).tobytes())
+
+    def write_state(self, slot: int) -> bytes:
+        """Make each rank write the state that it is sent next into a slot of a snapshot."""
+        return self._written(MessageKind.WRITE_STATE, array("i", [slot]).tobytes())
 
     def end(self) -> bytes:
         """Encode an order to end."""
@@ -134,11 +151,11 @@ class MessageReader:
             raise RankError(f"message {number} of the driver came where message {self._number} was due")
         kind = MessageKind(code)
         content = data[_HEADER.size :]
-        if kind in (MessageKind.READ_BLOCKS, MessageKind.WRITE_BLOCK):
+        if kind in _OF_BLOCKS:
             return Message(kind, number, blocks=array("i", content).tolist())
         if kind is MessageKind.END:
             return Message(kind, number)
-        part = ComputedPart.from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
+        part = from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
         self._decodes.remember(part)
         return Message(kind, number, part)
 

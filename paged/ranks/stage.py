@@ -10,7 +10,8 @@ from torch import Tensor
 from ..architectures.config import ModelConfig
 from ..base.errors import RankError
 from ..model.part import ModelPart, Shard
-from ..model.stream import Stream, StreamShape
+from ..model.stream import Stream
+from ..model.stream_shape import StreamShape
 from .layout import RankLayout
 from .transport import ShardGroup, Transport
 

@@ -19,6 +19,7 @@ from ..options.sampling_params import RequestOutputKind, SamplingParams
 from .token_rules import TokenRules
 
 if TYPE_CHECKING:
+    from ..blocks.content_chain import Content
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 class TextPrompt(TypedDict):
     """A prompt as text.
 
+    multi_modal_data: {"image": ...}, an image or a list of them: a path, the bytes of a file, or an image of
+        Pillow or numpy.
     cache_salt: only prompts with the same salt share cached blocks.
     add_special_tokens: False if the text contains its special tokens, as the text of a chat template does.
     """
@@ -33,6 +36,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     add_special_tokens: NotRequired[bool]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -40,6 +44,32 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, resized.
+
+    start, end: the prompt's tokens that stand for it, those between its rows included.
+    sha256: of the pixels and of all that decides what the model makes of them.
+    height, width: in pixels.
+    pixels: uint8[height, width, 3], row by row.
+    """
+
+    start: int
+    end: int
+    sha256: bytes
+    height: int
+    width: int
+    pixels: bytes
+
+    @property
+    def content(self) -> Content:
+        """Where it is in the prompt, and what it is, for the prefix cache."""
+        from ..blocks.content_chain import Content
+
+        return Content(self.start, self.end, self.sha256)
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -149,6 +179,9 @@ class RequestInputs:
     part_of: the call that this request belongs to, such as an HTTP request with many prompts; "" if the
         request is a call by itself. The requests of a call are queued one at a time.
     deadline: the time of the request's timeout, on the scheduler's clock.
+    images: of the prompt, in order.
+    uncut: the runs [first, end) of tokens of the prompt that see each other: no step computes a part of one
+        but for what follows cached blocks.
     """
 
     request_id: str = ""
@@ -170,7 +203,14 @@ class RequestInputs:
     namespace: bytes = b""
     long_from: int | None = None
     deadline: float = math.inf
+    images: tuple[PromptImage, ...] = ()
+    uncut: tuple[tuple[int, int], ...] = ()
     wants_logprobs: bool = field(init=False)  # of the output
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """What the placeholders among the prompt's tokens stand for."""
+        return [image.content for image in self.images] if self.images else ()
 
     def __post_init__(self) -> None:
         params = self.params

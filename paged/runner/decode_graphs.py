@@ -20,7 +20,8 @@ from ..device.transfers import Download
 from ..kernels.checks import TrustedContents, in_debug_mode
 from ..model.cache.kv_cache import KVCache
 from ..model.model import Model
-from ..sampling.sampler import Draw
+from ..sampling.row_penalties import RowPenalties
+from ..sampling.sampler import Draw, Sampler
 from ..sampling.seat_parameters import FILTERS, SeatParameters, draw
 from .batches.batches import Batches
 from .batches.seats import SeatedBatches, places_in
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How a step draws its tokens; "logits": by more than the parameters that a device keeps by seat.
-Way = Literal["greedy", "drawn", "filtered", "logits"]
+# How a step draws its tokens; "penalized": with all filters as well; "logits": by more than the parameters
+# and penalties that a device keeps.
+Way = Literal["greedy", "drawn", "filtered", "penalized", "logits"]
 CAPTURED_AT_START: tuple[Way, ...] = ("greedy", "drawn")
 MOST_LATE = 64  # graphs that are captured later: the least recently used goes
 
@@ -90,6 +92,7 @@ class DecodeGraphs:
         model: Model,
         batches: SeatedBatches,
         of_seats: SeatParameters,
+        penalties: RowPenalties,
         device: torch.device,
         sizes: Sequence[int],
         vocab_size: int,
@@ -102,6 +105,7 @@ class DecodeGraphs:
         self._model = model
         self._batches = batches
         self._of_seats = of_seats
+        self._penalties = penalties
         self._device = device
         self._logits_of = logits or model.logits
         self._logits_shape = most_graph_tokens(sizes, batches.max_run, batches.capacity), vocab_size
@@ -207,10 +211,13 @@ class DecodeGraphs:
         if not step.is_padded:
             return None
         out = step.out
-        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way_of(draw))
+        way = way_of(draw)
+        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way)
         if graph is None:
             return None
         self._batches.unpack(step)
+        if way == "penalized":
+            draw.count_history()
         graph.graph.replay()
         num_tokens = step.num_tokens
         logits = None if graph.logits is None else graph.logits[:num_tokens]
@@ -246,7 +253,8 @@ class DecodeGraphs:
         try:
             if key.way == "logits" and self._logits is None:
                 self._logits = torch.empty(self._logits_shape, dtype=torch.float32, device=self._device)
-            graph, (tokens, highest) = self._pool.capture(lambda: self._compute(key))
+            with self._penalties.set_aside():  # the step that is captured draws for no request
+                graph, (tokens, highest) = self._pool.capture(lambda: self._compute(key))
         except Exception as error:
             if is_shortage(error) and not is_late:
                 raise
@@ -271,6 +279,11 @@ class DecodeGraphs:
         places = places_in(batches.static(key.num_rows, num_tokens), num_tokens)
         if key.way == "greedy":
             tokens, highest = kernels.greedy(logits)
+        elif key.way == "penalized":
+            _, highest = kernels.greedy(logits)
+            self._penalties.apply(kernels, logits)
+            tokens = draw(kernels, logits, self._of_seats.take(places.seats), FILTERS, places, None)
+            self._penalties.record(tokens)
         else:
             taken = self._of_seats.take(places.seats)
             highest = torch.empty(num_tokens, dtype=torch.float32, device=self._device)
@@ -299,8 +312,10 @@ class DecodeGraphs:
 def way_of(draw: Draw) -> Way:
     """Return how a draw chooses tokens, as the key of a graph."""
     batch = draw.batch
-    if batch.edits is not None or batch.with_grammar or batch.asked:
+    if batch.with_grammar or batch.asked:
         return "logits"
+    if batch.edits is not None:
+        return "penalized" if draw.only_penalizes else "logits"
     if batch.parameters is None:
         return "greedy"
     return "filtered" if batch.parameters.filters else "drawn"
@@ -323,7 +338,7 @@ def new_decode_graphs(
     sizes: Sizes,
     model: Model,
     batches: Batches[Any],
-    of_seats: SeatParameters | None,
+    sampler: Sampler,
     device: torch.device,
     vocab_size: int,
     logits: Callable[[Tensor], Tensor] | None = None,
@@ -338,6 +353,7 @@ def new_decode_graphs(
     if config.enforce_eager or in_debug_mode():
         return None
     captured = capture_sizes(config)
+    of_seats = sampler.of_seats
     obstacle = None
     if sizes.part is not None:
         obstacle = "processes of a model exchange tensors by calls of the host"
@@ -349,10 +365,12 @@ def new_decode_graphs(
         logger.warning("there are no CUDA graphs, because %s: decodes of few requests take longer", obstacle)
         return None
     is_always_short = sizes.max_model_len <= model.kernels.split_keys
+    sampler.row_penalties = RowPenalties(sampler.history, batches.capacity, device)
     return DecodeGraphs(
         model,
         batches,
         of_seats,
+        sampler.row_penalties,
         device,
         captured,
         vocab_size,

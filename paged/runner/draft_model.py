@@ -25,10 +25,11 @@ from ..options.sampling_params import SamplingParams
 from ..requests.request import Request, RequestInputs, SamplingState
 from ..sampling.sampler import Draw, Sampler
 from ..scheduler.schedule import Schedule
+from .draft_sizes import draft_sizes
 from .load import check_kernels, load_model, new_kernels, open_model
 from .passes import compute, new_batches, new_graphs
 from .plan import IN_SEAT, ComputedPart, SeatChange
-from .sizes import Sizes, draft_sizes
+from .sizes import Sizes
 
 if TYPE_CHECKING:
     from ..sampling.seat_parameters import SeatParameters

@@ -80,3 +80,12 @@ class Executor(Protocol):
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
         """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
+
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots on the host: [num_layers, num_slots, size] by the names of `StateCache`.
+
+        slots: counted from the first one behind the seats.
+        """
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write into the slot of a snapshot what `read_states` has returned of one."""

@@ -15,14 +15,16 @@ from ..architectures.layer_sizes import mixer_numbers
 from ..architectures.spec import ExpertsSpec, FeedForwardSpec
 from ..base.errors import ConfigError
 from ..device.devices import is_here
-from ..kernels.backend import Kernels
 from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
+from .draft_sizes import draft_sizes
+from .fit import largest_step, max_partial_bytes
 from .load import open_model
-from .memory import Memory, largest_step, max_partial_bytes
-from .sizes import ELEMENT_BYTES, GIB, Sizes, draft_sizes
+from .memory import Memory
+from .sizes import ELEMENT_BYTES, GIB, Sizes
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..model.weights.samples import SampledWeight
 
 # The parts of a model by the beginning of a module's name, or of its place in a layer.
@@ -126,9 +128,11 @@ class Footprint:
         found = cls(sizes, memory, device, directory, kernels, model, draft)
         if not sizes.state_bytes:
             return found
-        from .states import seats_in
+        from .states import seats_in, with_snapshots
 
-        return replace(found, sizes=seats_in(sizes, found.room))
+        found = replace(found, sizes=seats_in(sizes, found.room))
+        room = None if sizes.config.num_blocks else found.kv_room
+        return replace(found, sizes=with_snapshots(found.sizes, room))
 
     def with_options(self, **options: Any) -> Self:
         """Return the footprint with other options. Raises ConfigError for options that the engine refuses."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..kernels.backend import Kernels
 from ..options.config import EngineConfig
 from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 # Sizes beside 1, 2 and 4 are multiples of this: a step is padded by fewer rows.
 SIZE_STEP = 8

@@ -22,11 +22,11 @@ from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
 from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
-from ..kernels.backend import Kernels, load_kernels
+from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.steps import Needs
 from ..model.decoder import Decoder
-from ..model.weights.choice import choose_forms
+from ..model.weights.choice import Forms, choose_forms
 from ..model.weights.loading import (
     KVScales,
     Loader,
@@ -40,6 +40,8 @@ from .sizes import Sizes
 
 if TYPE_CHECKING:
     from ..architectures.schemes import Quantization
+    from ..architectures.towers import VisionSpec
+    from ..kernels.operations import Kernels
     from ..model.model import Model
     from ..model.weights.kv_scales import FoundScales
 
@@ -112,6 +114,7 @@ def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
         dtype=getattr(torch, sizes.dtype),
         cache_dtype=getattr(torch, sizes.kv_dtype),
         head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes.values()),
+        tower_head_dim=None if config.vision is None else config.vision.tower.head_dim,
         quantization=sizes.config.quantization,
         has_codes=bool(loader.recognizers),
     )
@@ -128,6 +131,17 @@ def operations_of(config: ModelConfig) -> Iterator[str]:
         yield from ("gelu_and_mul", "rms_norm", "scale_and_cap")
     for layer in config.layers:
         yield from _of_layer(layer)
+    if config.vision is not None:
+        yield from _of_vision(config.vision)
+
+
+def _of_vision(vision: VisionSpec) -> Iterator[str]:
+    tower = vision.tower
+    for norm in (tower.norm, vision.projector.norm):
+        yield "layer_norm" if norm.subtracts_mean else "rms_norm"
+    yield from ("add", "gelu")
+    if tower.gated and tower.activation != "gelu":
+        yield {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}[tower.activation]
 
 
 def _of_layer(layer: LayerSpec) -> Iterator[str]:
@@ -236,6 +250,8 @@ def _progress() -> Any:
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
     """Raise ConfigError unless the kernels support this model's attention on this device."""
     head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
+    if sizes.model.vision is not None:
+        head_dims.add(sizes.model.vision.tower.head_dim)
     check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 
@@ -299,7 +315,17 @@ def open_model(
 
             require_whole_groups(whole)
         check_weights(whole.loadables(), sources, names, directory, recognizers)
-        yield model, Loader(sources, forms, device, recognizers, kv_scales)
+        loader = Loader(sources, forms, device, recognizers, kv_scales)
+        if model_config.vision is not None and config.quantization is not None:
+            loader = replace(loader, float_forms=_float_forms(sizes, kernels, device))
+        yield model, loader
+
+
+def _float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
+    """Choose the forms of weights that stay floats in a quantised model."""
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
+    return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)
 
 
 def _recognizers_of(

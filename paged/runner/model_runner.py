@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .decode_graphs import DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
+    from .images import Images
 
 
 class ModelRunner(PartRunner):
@@ -71,6 +72,7 @@ class ModelRunner(PartRunner):
             with_lens=model_config.long_context is not None,
             with_last_tokens=self.sizes.part is not None,
             with_pending=self.sizes.part is None and self.num_in_flight > 1,
+            vision=model_config.vision,
         )
         self.sampling_seats = SamplingSeats()
         self.sampler = self.new_sampler()
@@ -85,6 +87,15 @@ class ModelRunner(PartRunner):
             # No more logits at once than in the step by which memory was measured.
             reporter.max_rows = min(reporter.max_rows, self.sizes.config.num_seats)
         return reporter
+
+    @cached_property
+    def images(self) -> Images:
+        """Computes the embeddings of images, and keeps them."""
+        from .images import Images
+
+        tower = self.model.tower
+        assert tower is not None, "a prompt with images was accepted by a model without a tower"
+        return Images(tower, self.device, self.dtype, int(self.config.mm_processor_cache_gb * 2**30))
 
     def describe(self) -> str:
         """Describe dtype, device, threads and attention backend in one phrase."""
@@ -187,6 +198,8 @@ class ModelRunner(PartRunner):
             return Pending(self)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
+        has_images = bool(computed.images) or computed.grid_positions is not None
+        images = self.images.put(computed, upload) if has_images else None
         draw = self.sampler.prepare(rows, computed.positions, upload, computed.sampled_seats)
         reports = None
         if computed.asked:
@@ -194,14 +207,18 @@ class ModelRunner(PartRunner):
         upload.send()
         self._move_blocks(*moves)
         self._move_states(state_moves)
-        if self.sampler.of_seats is not None:
-            self.sampler.of_seats.write()
+        self.sampler.write()
         masks = draw.start_masks()
-        if self.decode_graphs is not None and self.decode_graphs.run(step, draw, masks, download):
+        graphs = self.decode_graphs if images is None and not computed.rope_offsets else None
+        if graphs is not None and graphs.run(step, draw, masks, download):
             download.send()
             return Pending(self, download, draw, masks)
         batch = self.batches.batch(step)
+        if images is not None:
+            self.images.add_to(batch, images)
         logits, best, hidden = self.compute(batch)
+        if images is not None:
+            batch.forget_given()
         tokens = draw.run(logits, download, masks, best, self.batches.places(step))
         if tokens is not None and not self.planner.with_last_tokens:
             self.batches.record(step, tokens)
@@ -253,9 +270,8 @@ class ModelRunner(PartRunner):
             return None
         from .decode_graphs import new_decode_graphs
 
-        of_seats = self.sampler.of_seats
-        vocab_size = self.model_config.vocab_size
-        return new_decode_graphs(self.sizes, self.model, self.batches, of_seats, self.device, vocab_size)
+        sizes = self.sizes, self.model, self.batches, self.sampler, self.device
+        return new_decode_graphs(*sizes, self.model_config.vocab_size)
 
     def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
         """Return the graphs of the model and of the draft model, each with the cache that they read."""
@@ -271,6 +287,8 @@ class ModelRunner(PartRunner):
         The memory that this takes is freed. Returns the bytes that CUDA graphs will take.
         """
         self.kv_cache = kv_cache
+        if self.model.tower is not None:
+            self.images.rehearse()
         self.execute(schedule)
         if self.draft_model is not None:
             self.draft_model.rehearse(schedule, kv_cache.draft)

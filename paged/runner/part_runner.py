@@ -21,7 +21,7 @@ from ..device.transfers import NUM_BUFFERS, Sent, Transfers, Upload
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
 from .load import load_model, new_kernels
-from .memory import Memory, RunStep, new_kv_cache, num_blocks_that_fit
+from .memory import Memory, new_kv_cache
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
 from .sizes import Sizes
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..model.cache.states import Run
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
+    from .fit import RunStep
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -47,6 +48,9 @@ class Peers(Protocol):
 
     def least_seats(self, num_seats: int) -> int:
         """Tell the others for how many sequences this process has room. Return the smallest number."""
+
+    def least_snapshots(self, num_snapshots: int) -> int:
+        """Return for how many snapshots of states all have room, of how many this one has room for."""
 
 
 class PartRunner:
@@ -131,15 +135,28 @@ class PartRunner:
         """
         kernels = self.model.kernels
         with self._explaining_shortage(directory):
-            num_blocks = self.config.num_blocks or num_blocks_that_fit(
-                self.sizes, self.device, kernels, run_step
-            )
+            with_snapshots = self._with_snapshots if self.model_config.states else None
+            num_blocks = self.config.num_blocks
+            if num_blocks is None:
+                from .fit import num_blocks_that_fit
+
+                num_blocks = num_blocks_that_fit(self.sizes, self.device, kernels, run_step, with_snapshots)
+            elif with_snapshots is not None:
+                with_snapshots(None)
             num_host_blocks = self.sizes.num_host_blocks
             if self._peers is not None:
                 num_blocks, num_host_blocks = self._peers.least(num_blocks, num_host_blocks)
             self.model.prepare(self.sizes.num_tabulated_positions(num_blocks))
             self.graphs = new_graphs(self.sizes, self.model)
             self.kv_cache = new_kv_cache(self.sizes, self.device, num_blocks, num_host_blocks)
+
+    def _with_snapshots(self, room: int | None) -> Sizes:
+        """Decide how many snapshots of states there are; see `snapshots_in`. Return the sizes with them."""
+        from .states import with_snapshots
+
+        least = None if self._peers is None else self._peers.least_snapshots
+        self.sizes = with_snapshots(self.sizes, room, least)
+        return self.sizes
 
     @contextmanager
     def _explaining_shortage(self, directory: Path) -> Iterator[None]:
@@ -198,6 +215,20 @@ class PartRunner:
         """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
+
+    def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Return a copy of snapshots; see `states.read_states`. {} if no layer here has states."""
+        from .states import read_states
+
+        states = self.kv_cache.states
+        return {} if states is None else read_states(states, self.sizes, slots)
+
+    def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
+        """Write into the slot of a snapshot what `read_states` has returned of one."""
+        from .states import write_state
+
+        if self.kv_cache.states is not None:
+            write_state(self.kv_cache.states, self.sizes, slot, contents)
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

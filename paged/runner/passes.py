@@ -82,7 +82,7 @@ def compute(
     them; and the hidden states for reports, if any.
     """
     given = tensors_of(stream)
-    if graphs is None:
+    if graphs is None or not batch.is_plain:
         hidden = model.forward(batch, kv_cache, stream)
     elif batch.is_decode and batch.num_tokens <= graphs.max_decodes:
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..blocks.manager import Copy
 from ..requests.request import Request
 from ..scheduler.schedule import AskedRows, ReportParams, Schedule
+
+if TYPE_CHECKING:
+    from ..architectures.towers import VisionSpec
+    from .image_rows import ImageRows, SeenImages
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
 
@@ -52,6 +55,11 @@ class ComputedPart:
         Rows with drafts occur once for each of their tokens.
     asked: the prompt positions on which this step reports; see `AskedRows`.
     last_tokens: the last tokens of decodes without drafts; empty if the processes have them in the seats.
+    images: the tokens that get embeddings of images. They are not written as bytes.
+    last_keys: the last position that each token sees; None: its own.
+    rope_offsets: how much the rotation of each row's tokens differs from their positions; [] if none does.
+    grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
+        number.
     """
 
     swap_out: Sequence[Copy] = ()
@@ -71,6 +79,10 @@ class ComputedPart:
     sampled_seats: list[int] = field(default_factory=list)
     asked: Sequence[AskedRows] = ()
     last_tokens: array[int] = field(default_factory=lambda: array("i"))
+    images: Sequence[ImageRows] = ()
+    last_keys: array[int] | None = None
+    rope_offsets: list[int] = field(default_factory=list)
+    grid_positions: array[int] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -100,53 +112,6 @@ class ComputedPart:
             positions += range(starts[row] + 1, starts[row] + 1 + counts[row])
         return positions + [starts[row] + counts[row] for row in self.sampled[len(positions) :]]
 
-    def to_bytes(self) -> bytes:
-        """Encode this part for `from_bytes`."""
-        pairs = (self.swap_out, self.swap_in, self.copies, self.state_moves)
-        rows = (self.seats, self.starts, self.counts, self.rope_lens, self.sampled, self.sampled_seats)
-        tuples = (*pairs, self.asked, self.changes)
-        flat = (chain.from_iterable(each) for each in tuples)
-        return _write(
-            [
-                [self.num_decodes, self.num_drafting],
-                *map(list, flat),
-                *rows,
-                self.last_tokens,
-                self.tokens,
-                *self.entries,
-            ]
-        )
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Decode a part that `to_bytes` encoded."""
-        lists = _read(data)
-        num_decodes, num_drafting = next(lists)
-        swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
-        asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
-        changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
-        seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
-        last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
-        return cls(
-            swap_out=swap_out,
-            swap_in=swap_in,
-            copies=copies,
-            state_moves=state_moves,
-            num_decodes=num_decodes,
-            num_drafting=num_drafting,
-            seats=seats,
-            starts=starts,
-            counts=counts,
-            rope_lens=rope_lens,
-            changes=changes,
-            tokens=tokens,
-            entries=entries,
-            sampled=sampled,
-            sampled_seats=sampled_seats,
-            asked=asked,
-            last_tokens=last_tokens,
-        )
-
 
 class NewTokens(NamedTuple):
     """The tokens of a seat from position `start` on, for a sampler that needs them to edit logits.
@@ -171,29 +136,6 @@ class SampledPart:
     new_tokens: list[NewTokens] = field(default_factory=list)
     reports: list[ReportParams] = field(default_factory=list)
 
-    def to_bytes(self) -> bytes:
-        """Encode this part for `from_bytes`."""
-        tokens = ([new.seat, new.start, len(new.drafts), *new.drafts, *new.tokens] for new in self.new_tokens)
-        tops = ([] if report.num_top is None else [report.num_top] for report in self.reports)
-        return _write([[len(self.new_tokens)], *tokens, *tops, *(r.next_tokens for r in self.reports)])
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Decode a part that `to_bytes` encoded."""
-        (num_seats,), *lists = _read(data)
-        new_tokens = [
-            NewTokens(seat, start, ids[num_drafts:], ids[:num_drafts])
-            for seat, start, num_drafts, *ids in lists[:num_seats]
-        ]
-        num_reports = (len(lists) - num_seats) // 2
-        tops = lists[num_seats : num_seats + num_reports]
-        next_tokens = lists[num_seats + num_reports :]
-        reports = [
-            ReportParams(top[0] if top else None, tokens)
-            for top, tokens in zip(tops, next_tokens, strict=True)
-        ]
-        return cls(new_tokens, reports)
-
 
 @dataclass(slots=True)
 class StepPlan:
@@ -201,15 +143,6 @@ class StepPlan:
 
     computed: ComputedPart
     sampled: SampledPart
-
-    def to_bytes(self) -> tuple[bytes, bytes]:
-        """Encode both parts for `from_bytes`."""
-        return self.computed.to_bytes(), self.sampled.to_bytes()
-
-    @classmethod
-    def from_bytes(cls, computed: bytes, sampled: bytes) -> Self:
-        """Decode a plan that `to_bytes` encoded."""
-        return cls(ComputedPart.from_bytes(computed), SampledPart.from_bytes(sampled))
 
 
 class Planner:
@@ -219,6 +152,7 @@ class Planner:
         whole request.
     with_last_tokens: whether plans contain the last tokens of decodes, for processes that do not draw tokens.
     with_pending: whether steps are planned before the tokens of the steps in flight are known.
+    vision: what the model sees images with; None: it sees none.
     """
 
     def __init__(
@@ -226,6 +160,7 @@ class Planner:
         block_size: int,
         num_groups: int,
         *,
+        vision: VisionSpec | None = None,
         with_prompt_lens: bool = False,
         with_lens: bool = False,
         with_last_tokens: bool = False,
@@ -237,6 +172,11 @@ class Planner:
         self.with_lens = with_lens
         self.with_last_tokens = with_last_tokens
         self.with_pending = with_pending
+        self._seen: SeenImages | None = None
+        if vision is not None:
+            from .image_rows import SeenImages
+
+            self._seen = SeenImages(vision)
         # The seats whose requests edit their logits, and how many of its tokens the sampler was told of each.
         self._editing = dict[int, int]()
 
@@ -270,6 +210,8 @@ class Planner:
             self._add_grown_tables(schedule, computed)
         if schedule.newcomers or schedule.corrected or not schedule.is_decode:
             self._add_newcomers_and_prompts(schedule, computed)
+        if self._seen is not None:
+            self._seen.add(schedule, computed)
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:
@@ -365,23 +307,3 @@ def _report_params(request: Request, rows: AskedRows) -> ReportParams:
     num_top = request.report.num_top
     next_tokens = [] if num_top is None else request.token_ids[rows.start + 1 : rows.end + 1]
     return ReportParams(num_top, next_tokens)
-
-
-def _write(lists: Sequence[Sequence[int]]) -> bytes:
-    """Write lists of integers: how many there are, how long each is, then their numbers."""
-    return array("i", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
-
-
-def _tuples(numbers: Sequence[int], size: int) -> Iterator[Any]:
-    """Yield the numbers in tuples of a size."""
-    return zip(*[iter(numbers)] * size, strict=True)
-
-
-def _read(data: bytes) -> Iterator[list[int]]:
-    """Yield the lists that `_write` has written."""
-    numbers = array("i", data)
-    num_lists = numbers[0]
-    start = 1 + num_lists
-    for size in numbers[1:start]:
-        yield numbers[start : start + size].tolist()
-        start += size

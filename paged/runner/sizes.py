@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..architectures.config import ModelConfig
@@ -21,6 +20,7 @@ from ..scheduler.policy import FirstComeFirstServed, Policy
 from ..scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from ..blocks.snapshots import Snapshots
     from ..drafting.drafter import Drafter
     from ..requests.request import Request
 
@@ -87,13 +87,20 @@ class Sizes:
 
     def __post_init__(self) -> None:
         config = self.config
-        if self.model.states:
+        if self.model.states or config.state_snapshots is not None or config.state_interval is not None:
             from .state_options import check_options
 
-            check_options(config, self.model.architecture, is_draft=self.is_draft)
+            check_options(config, self.model, is_draft=self.is_draft)
         longest = self.model.max_context
         if self.max_model_len > longest:
             raise ConfigError(f"max_model_len {self.max_model_len} is more than the {longest} of the model")
+        for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+            given = getattr(config, name)
+            if given is not None and given < self.uncut_tokens:
+                raise ConfigError(
+                    f"{name} {given} is less than the {self.uncut_tokens} tokens of an image, which see each "
+                    "other and are computed in one step; raise it, or set language_model_only=True"
+                )
         num_groups = len(self.layout.groups)
         if config.num_blocks is not None and config.num_blocks < num_groups:
             raise ConfigError(
@@ -136,7 +143,16 @@ class Sizes:
     @property
     def max_num_batched_tokens(self) -> int:
         """The token budget of a step."""
-        return self.config.max_num_batched_tokens or STEP_TOKENS[self.device]
+        return self.config.max_num_batched_tokens or max(STEP_TOKENS[self.device], self.uncut_tokens)
+
+    @property
+    def uncut_tokens(self) -> int:
+        """The most tokens that see each other, so that one step computes them; 0: there are none."""
+        vision = self.model.vision
+        if vision is None or not vision.sees_itself:
+            return 0
+        assert vision.tokens_per_image is not None, "tokens that see each other are of a known number"
+        return vision.tokens_per_image
 
     @property
     def max_step_tokens(self) -> int:
@@ -200,15 +216,31 @@ class Sizes:
         return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
 
     @property
+    def states_of_seat(self) -> int:
+        """How many states a running sequence has: its own and, for the prefix cache, its rolling state."""
+        return 2 if self.enable_prefix_caching else 1
+
+    @property
+    def num_states(self) -> int:
+        """How many states there are on the device: those of sequences, and snapshots of cached prefixes."""
+        return self.config.num_seats * self.states_of_seat + self.num_snapshots
+
+    @property
     def all_state_bytes(self) -> int:
-        """The bytes of the recurrent states of as many sequences as may run at once."""
-        return self.config.num_seats * self.state_bytes
+        """The bytes of all states on the device."""
+        return self.num_states * self.state_bytes
+
+    @property
+    def num_snapshots(self) -> int:
+        """The most snapshots of states; 0 also before it is known how many there is room for."""
+        return self.config.state_snapshots or 0
 
     @property
     def enable_prefix_caching(self) -> bool:
         """Whether blocks are reused for prompts with the same beginning."""
-        given = self.config.enable_prefix_caching
-        return not self.model.states if given is None else given
+        if self.config.state_snapshots == 0:
+            return False
+        return self.config.enable_prefix_caching is not False
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -309,17 +341,39 @@ class Sizes:
         read = model.num_read_layer_params(rows) / model.num_read_layer_params(1)
         return read + rows / ROWS_OF_READ[self.device]
 
-    def new_block_manager(self, num_blocks: int, num_host_blocks: int = 0) -> BlockManager:
-        """Make a block manager for this model."""
+    def new_block_manager(
+        self, num_blocks: int, num_host_blocks: int = 0, *, keeps_prefixes: bool = True
+    ) -> BlockManager:
+        """Make a block manager for this model.
+
+        keeps_prefixes: whether it has a prefix cache, if the options say so. Where sequences have states, it
+            has one once it is known how many snapshots there are.
+        """
+        snapshots = None
+        caches = self.enable_prefix_caching and keeps_prefixes
+        if self.model.states:
+            caches = caches and self.num_snapshots > 0
+            snapshots = self._new_snapshots() if caches else None
         return BlockManager(
             num_blocks,
             self.block_size,
             windows=[group.window for group in self.layout.groups],
             max_step_tokens=self.max_step_tokens,
             num_host_blocks=num_host_blocks,
-            enable_prefix_caching=self.enable_prefix_caching,
+            enable_prefix_caching=caches,
+            snapshots=snapshots,
             num_host_states=self.num_host_states if self.model.states else None,
         )
+
+    def _new_snapshots(self) -> Snapshots:
+        from ..blocks.snapshots import Snapshots
+        from .state_options import interval_of
+
+        size = self.block_size
+        rate = HOST_RATES[self.device].flops_per_s / (2 * self.model.num_active_layer_params)
+        alike = self.state_bytes / max(1.0, self.kv_bytes_per_token)
+        interval = interval_of(self.config.state_interval, size, self.max_step_tokens, rate, alike)
+        return Snapshots(self.num_snapshots, self.config.num_seats, size, interval)
 
     def _new_policy(self, manager: BlockManager) -> Policy:
         """Return the policy of the options, whose weights and name were checked."""
@@ -387,40 +441,3 @@ class Sizes:
                 in_blocks=draft_model is not None,
             )
         return scheduler
-
-
-def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
-    """Return the sizes of a draft model for the model of `sizes`, with the same blocks and dtypes.
-
-    directory: the directory of the draft model's checkpoint.
-
-    The draft model guesses for requests up to its own context length, and only while the cache holds all of
-    their K and V. If every layer of the target model has a sliding window, that is up to the widest window.
-    If the draft model's longrope changes factors at another length than the target's, it guesses up to that
-    length.
-    """
-    speculation = sizes.config.speculation
-    assert speculation is not None, "a draft model comes from a speculative_config"
-    windows = [group.window for group in sizes.layout.groups]
-    widest = sizes.max_model_len if None in windows else max(window or 0 for window in windows)
-    longest = min(sizes.max_model_len, model.max_context, widest)
-    long = model.for_context(longest).long_context
-    if long is not None:
-        own = sizes.model.for_context(sizes.max_model_len).long_context
-        if own is None or own.num_tokens != long.num_tokens:
-            longest = min(longest, long.num_tokens - 1)
-    config = replace(
-        sizes.config,
-        model=str(directory),
-        revision=None,
-        quantization=speculation.quantization,
-        speculative_config=None,
-        scheduling_policy="fcfs",
-        tenant_weights=None,
-        block_size=sizes.block_size,
-        max_model_len=longest,
-        num_blocks=None,
-        swap_space=None,
-        preemption_mode="recompute",
-    )
-    return Sizes(config, model, sizes.device, sizes.dtype, sizes.target, is_draft=True)

@@ -1,17 +1,41 @@
-"""The options that models with states do not support. Others do not import it."""
+"""Options of models with states, and those that such models do not support. Others do not import it."""
 
 from __future__ import annotations
 
+from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 
+# A gap between snapshots that takes as long as this to compute is worth one more.
+GAP_S = 0.2
 
-def check_options(config: EngineConfig, architecture: str, *, is_draft: bool) -> None:
-    """Raise ConfigError for an option that a model with recurrent states does not support."""
-    if config.enable_prefix_caching:
+
+def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
+    """Raise ConfigError for options that a model with states does not support, or that others do not."""
+    architecture = model.architecture
+    if not model.states:
+        name = "state_interval" if config.state_snapshots is None else "state_snapshots"
         raise ConfigError(
-            f"enable_prefix_caching True is not supported for {architecture}, whose layers keep states: "
-            "leave it out, or give False"
+            f"{name} {getattr(config, name)} has no effect on {architecture}, whose layers keep no states: "
+            "leave it out"
+        )
+    if config.enable_prefix_caching is False and config.state_snapshots:
+        raise ConfigError(
+            f"state_snapshots {config.state_snapshots} are kept for the prefix cache, and there is none with "
+            "enable_prefix_caching False: omit one of both"
+        )
+    if config.enable_prefix_caching and config.state_snapshots == 0:
+        raise ConfigError(
+            f"enable_prefix_caching True needs snapshots of the states of {architecture}, and "
+            "state_snapshots is 0: omit one of both"
+        )
+    if config.state_interval is not None and (
+        config.enable_prefix_caching is False or config.state_snapshots == 0
+    ):
+        absent = "state_snapshots 0" if config.state_snapshots == 0 else "enable_prefix_caching False"
+        raise ConfigError(
+            f"state_interval {config.state_interval} says where snapshots are left for the prefix cache, and "
+            f"there is none with {absent}: omit one of both"
         )
     if config.speculation is not None:
         raise ConfigError(
@@ -23,3 +47,17 @@ def check_options(config: EngineConfig, architecture: str, *, is_draft: bool) ->
             f"the draft model is a {architecture}, whose layers keep states, which cannot forget a wrong "
             "guess; take a model without states, or {'method': 'ngram'}"
         )
+
+
+def interval_of(given: int | None, block_size: int, step: int, tokens_per_s: float, size: float) -> int:
+    """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
+
+    By default where computing the tokens between takes longer than GAP_S, but not before their K and V take
+    as much memory as a state does, nor within a step of the largest size.
+
+    step: the most tokens of a request in a step. tokens_per_s: a rough estimate, as that of `swap_pays`.
+    size: of how many tokens K and V take the memory of a state.
+    """
+    # In whole steps, so that prompts are not computed in more of them for this.
+    found = given or -(-int(max(GAP_S * tokens_per_s, size, 1)) // step) * step
+    return -(-found // block_size) * block_size

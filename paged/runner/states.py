@@ -1,12 +1,13 @@
-"""Seats and memory of models with states. Others do not import it."""
+"""Seats, snapshots and memory of models with states. Others do not import it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ..base.errors import ResourceError
 from ..model.cache.states import StateCache
@@ -14,6 +15,10 @@ from ..model.part import ModelPart
 from .sizes import Sizes
 
 logger = logging.getLogger(__name__)
+
+# By default snapshots take one part in so many of the memory for blocks, but there are some in any case.
+SNAPSHOT_SHARE = 8
+LEAST_SNAPSHOTS = 4
 
 
 def seats_in(sizes: Sizes, room: int) -> Sizes:
@@ -25,7 +30,8 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
     """
     if sizes.config.max_num_seqs is not None or not sizes.state_bytes:
         return sizes
-    num_seqs = max(1, min(sizes.config.num_seats, room // 4 // sizes.state_bytes))
+    of_one = sizes.states_of_seat * sizes.state_bytes
+    num_seqs = max(1, min(sizes.config.num_seats, room // 4 // of_one))
     return replace(sizes, config=replace(sizes.config, max_num_seqs=num_seqs))
 
 
@@ -45,23 +51,66 @@ def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> S
             "of %s MiB",
             found.config.num_seats,
             sizes.config.num_seats,
-            f"{sizes.state_bytes / 2**20:,.1f}",
+            f"{sizes.states_of_seat * sizes.state_bytes / 2**20:,.1f}",
             f"{room / 2**20:,.0f}",
         )
     return found
+
+
+def snapshots_in(sizes: Sizes, room: int | None) -> int:
+    """Return how many snapshots there are by default: as many as an eighth of the memory for blocks holds.
+
+    room: the bytes for snapshots and blocks together; None: num_blocks is given, and snapshots come on top.
+    """
+    # By the whole model: the layers of a stage may all keep states, or none of them.
+    whole = replace(sizes, part=None)
+    num_blocks = sizes.config.num_blocks or whole.max_useful_blocks
+    found = num_blocks * whole.block_bytes // SNAPSHOT_SHARE // whole.state_bytes
+    if room is not None and sizes.state_bytes:
+        found = min(found, room // SNAPSHOT_SHARE // sizes.state_bytes)
+    return max(LEAST_SNAPSHOTS, found)
+
+
+def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] | None = None) -> Sizes:
+    """Return sizes with as many snapshots as the option says, or as `snapshots_in` does.
+
+    least: as of `with_seats`.
+    """
+    if not sizes.enable_prefix_caching or sizes.config.state_snapshots is not None:
+        return sizes
+    found = snapshots_in(sizes, room)
+    if least is not None:
+        found = least(found)
+    return replace(sizes, config=replace(sizes.config, state_snapshots=found))
+
+
+def read_states(states: StateCache, sizes: Sizes, slots: Sequence[int]) -> dict[str, Tensor]:
+    """Return a copy of snapshots on the host, by the names of the cache's tensors.
+
+    slots: counted from the first one behind the seats.
+    """
+    own = [sizes.config.num_seats + slot for slot in slots]
+    return {name: tensor[:, own].cpu() for name, tensor in states.tensors.items()}
+
+
+def write_state(states: StateCache, sizes: Sizes, slot: int, contents: Mapping[str, Tensor]) -> None:
+    """Write into the slot of a snapshot what `read_states` has returned of one."""
+    for name, content in contents.items():
+        states.tensors[name][:, sizes.config.num_seats + slot] = content
 
 
 def new_states(sizes: Sizes, device: torch.device) -> StateCache:
     """Allocate the states of all seats, and of swapped-out sequences. Raises ResourceError."""
     part = ModelPart.whole(sizes.model.num_layers) if sizes.part is None else sizes.part
     dtype: torch.dtype = getattr(torch, sizes.dtype)
-    num_slots = sizes.config.num_seats
+    num_slots = sizes.num_states
     try:
         return StateCache(sizes.model, part, num_slots, sizes.num_host_states, dtype, device)
     except RuntimeError as error:  # torch has no narrower one for a CPU
         raise ResourceError(
-            f"no memory for the states of max_num_seqs {num_slots} sequences: "
-            f"{sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated on {device}; lower it"
+            f"no memory for the states of max_num_seqs {sizes.config.num_seats} sequences and "
+            f"{sizes.num_snapshots} snapshots: {sizes.all_state_bytes / 2**30:,.1f} GiB cannot be allocated "
+            f"on {device}; lower max_num_seqs or state_snapshots"
         ) from error
 
 
@@ -70,9 +119,16 @@ def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
 
     free: the bytes for states and KV together. least: the bytes of one block in each layer group.
     """
+    of_seats = sizes.config.num_seats * sizes.states_of_seat * sizes.state_bytes
+    of_snapshots = sizes.num_snapshots * sizes.state_bytes
+    ways = "lower max_num_seqs"
+    snapshots = ""
+    if of_snapshots:
+        snapshots = f", {sizes.num_snapshots} snapshots of them {of_snapshots / 2**20:,.0f} MiB"
+        ways += " or state_snapshots"
     return ResourceError(
         f"no memory for a KV cache beside states: {free / 2**20:,.0f} MiB are left, the states of "
-        f"max_num_seqs {sizes.config.num_seats} sequences take {sizes.all_state_bytes / 2**20:,.0f} MiB "
-        f"({sizes.state_bytes / 2**20:,.2f} each), and a block in each layer group {least / 2**20:,.2f} MiB; "
-        "lower max_num_seqs"
+        f"max_num_seqs {sizes.config.num_seats} sequences take {of_seats / 2**20:,.0f} MiB "
+        f"({of_seats / sizes.config.num_seats / 2**20:,.2f} each){snapshots}, and a block in each layer "
+        f"group {least / 2**20:,.2f} MiB; {ways}"
     )

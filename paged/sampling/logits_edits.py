@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..kernels.backend import Kernels
 from ..options.sampling_params import SamplingParams, num_arguments
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .seats import DraftRow, Sampled
 from .token_history import Recount, TokenHistory
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
+    from .row_penalties import RowPenalties
 
 IndexedRequests = list[tuple[int, Sampled, SamplingParams]]  # row of the logits, request, its parameters
 
@@ -62,6 +65,7 @@ class LogitsEdits:
         self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias], upload)
         penalized = [(r, q, p) for r, q, p in rows if p.penalizes]
         history.keep([request for _, request, _ in penalized], upload)
+        self._penalized = penalized
         self._penalized_rows = [row for row, _, _ in penalized]
         self._penalties = self._penalty_columns(penalized, upload)
         repeating: dict[Sampled, list[tuple[int, Sampled]]] = {}  # the rows of each request, its own first
@@ -85,6 +89,19 @@ class LogitsEdits:
         """Whether the edits may set every finite logit of a row to -inf."""
         bans = self._allowed is not None or self._banned or self._words or self._early
         return bool(bans or self._dry_rows is not None or self._processed)
+
+    def put_penalties(self, of_rows: RowPenalties, upload: Upload) -> None:
+        """Send the penalties of the batch to where CUDA graphs read them, if it has any."""
+        if self._penalties is None or self.history.slots is None:
+            return
+        columns = [*zip(*(_penalties_of(params) for _, _, params in self._penalized), strict=True)]
+        of_rows.put(self._penalized_rows, self.history.slots.numbers.tolist(), columns, upload)
+
+    def are_penalties(self, step: StepEdits) -> bool:
+        """Return whether the edits of a step are penalties alone, of requests without drafts."""
+        of_batch = self._allowed, self._banned, self._biases, self._dry_rows, step.banned
+        is_more = any(sent is not None for sent in of_batch) or self._words or self._early or self._processed
+        return not is_more and step.recount is not None and step.recount.drafts is None
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> StepEdits:
         """Send the edits that depend on the tokens so far.
@@ -150,11 +167,7 @@ class LogitsEdits:
     def _penalty_columns(self, rows: IndexedRequests, upload: Upload) -> tuple[Sent, ...] | None:
         if not rows:
             return None
-        columns = (
-            [p.repetition_penalty for _, _, p in rows],
-            [p.frequency_penalty for _, _, p in rows],
-            [p.presence_penalty for _, _, p in rows],
-        )
+        columns = zip(*(_penalties_of(params) for _, _, params in rows), strict=True)
         sent = (upload.put(column, torch.float32) for column in columns)
         return upload.put(self._penalized_rows, torch.int64), *sent
 
@@ -183,6 +196,10 @@ class LogitsEdits:
 
     def _flat_index(self, row: int, token: int) -> int:
         return row * self.vocab_size + token
+
+
+def _penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:

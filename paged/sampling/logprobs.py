@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..device.transfers import Download, Received, Sent, Upload
-from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 
 class _Group(NamedTuple):

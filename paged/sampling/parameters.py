@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload, arrived
-from ..kernels.backend import Kernels
 from .seats import Sampled
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 _FLOATS = ("temperature", "min_p", "top_n_sigma", "typical_p", "top_p")
 WORDS = np.dtype([("seed", np.int64), *((name, np.float32) for name in _FLOATS), ("top_k", np.int32)])

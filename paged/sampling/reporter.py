@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..device.transfers import Download, Received, Upload
-from ..kernels.backend import Kernels
 from ..requests.prompt_report import TokenLogprobs
 from ..scheduler.schedule import AskedRows, ReportedRows, ReportParams
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 # Hidden states are added in units of these: the second has what the first leaves.
 _UNITS = (2.0**-24, 2.0**-60)

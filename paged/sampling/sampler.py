@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Download, Received, Sent, Transfers, Upload
-from ..kernels.backend import Kernels
 from ..scheduler.schedule import NOT_FINITE, RowError, StepOutput
 from .parameters import SentParameters, columns_of
 from .seats import Sampled
 
 if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
     from ..requests.prompt_report import TokenLogprobs
     from .dry import DryHistory
     from .logits_edits import LogitsEdits, StepEdits
+    from .row_penalties import RowPenalties
     from .seat_parameters import SeatedParameters, SeatParameters
     from .structured_outputs import GrammarMasks
     from .token_history import TokenHistory
@@ -57,6 +58,7 @@ class Sampler:
         self.device = device
         self._max_num_seqs = max_num_seqs
         self.of_seats = of_seats
+        self.row_penalties: RowPenalties | None = None  # where CUDA graphs read penalties
         if device.type == "cuda":
             assert self.history, "its memory is allocated at once"
         self._last: _Batch | None = None
@@ -64,9 +66,9 @@ class Sampler:
     @cached_property
     def history(self) -> TokenHistory:
         """The tokens of requests with penalties."""
-        from .token_history import MIN_SLOTS, TokenHistory
+        from .token_history import MIN_SLOTS, SCRATCH_SLOT, TokenHistory
 
-        num_slots = self._max_num_seqs if self.device.type == "cuda" else MIN_SLOTS
+        num_slots = SCRATCH_SLOT + 1 + self._max_num_seqs if self.device.type == "cuda" else MIN_SLOTS
         return TokenHistory(self.vocab_size, self.device, num_slots)
 
     @cached_property
@@ -93,6 +95,13 @@ class Sampler:
             self._last = None
             batch = self._last = _Batch(requests, self, upload, seats)
         return Draw(batch, positions, upload)
+
+    def write(self) -> None:
+        """Keep what the device has got of a new batch by an upload, which is sent."""
+        if self.of_seats is not None:
+            self.of_seats.write()
+        if self.row_penalties is not None:
+            self.row_penalties.write()
 
     def forget(self) -> None:
         """Drop the parameters of the last batch, since their upload may have failed."""
@@ -157,6 +166,19 @@ class Draw:
         """Take tokens that were already drawn with the batch's parameters, and each row's highest logit."""
         self._tokens = download.get(tokens)
         self._of_model = download.get(highest)
+
+    @property
+    def only_penalizes(self) -> bool:
+        """Whether the logits are edited by penalties alone, in rows without drafts."""
+        edits = self.batch.edits
+        return edits is not None and self._edits is not None and edits.are_penalties(self._edits)
+
+    def count_history(self) -> None:
+        """Count the tokens of new requests with penalties. A replay counts those that are drawn."""
+        edits = self.batch.edits
+        if edits is not None and self._edits is not None and self._edits.recount is not None:
+            edits.history.count(self._edits.recount)
+            edits.history.note_drawn()
 
     def start_masks(self) -> GrammarMasks | None:
         """Start computing the masks of requests with a grammar. Return None if there are none."""
@@ -287,6 +309,8 @@ class _Batch:
             edited = [(row, requests[row]) for row in np.flatnonzero(columns["has_edits"]).tolist()]
             histories = sampler.history, sampler.dry
             self.edits = LogitsEdits(edited, sampler.kernels, *histories, sampler.vocab_size, upload)
+            if sampler.row_penalties is not None:
+                self.edits.put_penalties(sampler.row_penalties, upload)
         else:
             if "history" in vars(sampler):
                 sampler.history.keep([], upload)

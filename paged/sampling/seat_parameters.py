@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..kernels.backend import Kernels
 from ..kernels.seats import NUM_PARAMETER_WORDS, RowParameters, TakeParameters
 from .parameters import WORDS, used_filters
 from .seats import DraftRow, Sampled
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 FILTERS = ("min_p", "top_n_sigma", "typical_p", "top_k", "top_p")
 

@@ -19,7 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from ..grammars.grammar_text import check_grammar, library_limits
 from ..grammars.json_grammar import JsonGrammar
 from ..grammars.library_grammar import library_grammar
 from ..kernels.arguments import WORD_BITS
-from ..kernels.backend import Kernels
 from ..options.sampling_params import StructuredOutputsParams
 from ..options.structural_tag import NAME, exact_json, grammars_of
 from ..scheduler.schedule import RowError, StepOutput
 from ..text.tokenizer import Tokenizer
 from .seats import Sampled
+
+if TYPE_CHECKING:
+    from ..kernels.operations import Kernels
 
 Answer = TypeVar("Answer")
 MAX_CACHED = 64  # compiled grammars

@@ -13,6 +13,7 @@ from ..device.transfers import Sent, Upload
 from .seats import DraftRow, Sampled
 
 MIN_SLOTS = 4
+SCRATCH_SLOT = 0  # of rows without penalties, where a CUDA graph counts the tokens of all rows
 NOT_A_DRAFT = -1  # no token equals it
 UNKNOWN = -1
 
@@ -82,8 +83,8 @@ class TokenHistory:
         self._known = {request: known for request, known in self._known.items() if request in before}
         self._runs = {request: run for request, run in self._runs.items() if request in before}
         taken = set(before.values())
-        self._grow(len(rows))
-        free = (slot for slot in range(self.num_slots) if slot not in taken)
+        self._grow(SCRATCH_SLOT + 1 + len(rows))
+        free = (slot for slot in range(SCRATCH_SLOT + 1, self.num_slots) if slot not in taken)
         self._slots = {row: before[row] if row in before else next(free) for row in rows}
         self.slots = upload.put([*self._slots.values()], torch.int64)
 
@@ -182,11 +183,10 @@ class TokenHistory:
         known = self._known
         self._known = {}
         drawn = tokens.index_select(0, rows)
-        starts = self.slots.tensor * self.output_counts.shape[1]
         if drafts is None:
-            places = starts + drawn
-            _count(self.output_counts, places)
+            self.add(self.slots.tensor, drawn)
         else:
+            starts = self.slots.tensor * self.output_counts.shape[1]
             firsts = drafts.firsts.tensor
             is_wrong = (drawn != drafts.next_drafts.tensor).long()
             num_wrong = is_wrong.cumsum(0).sub_(is_wrong)  # among the rows before
@@ -195,10 +195,20 @@ class TokenHistory:
             # What is not counted takes the place of the request's first token, which always is.
             places = places.where(is_counted, places.index_select(0, firsts))
             self.output_counts.view(-1).index_add_(0, places, is_counted.int())
-        self.seen.view(-1).index_fill_(0, places, True)
+            self.seen.view(-1).index_fill_(0, places, True)
         drafting = {row.seat for row in self._slots if isinstance(row, DraftRow)}
         self._runs = {seat: (known[seat], seat.drafts) for seat in drafting}
         self._known = {request: num + 1 for request, num in known.items() if request not in self._runs}
+
+    def add(self, slots: Tensor, tokens: Tensor) -> None:
+        """Count a token in each of these slots: both i64[num_rows]."""
+        places = slots * self.output_counts.shape[1] + tokens
+        _count(self.output_counts, places)
+        self.seen.view(-1).index_fill_(0, places, True)
+
+    def note_drawn(self) -> None:
+        """Record that a replay has counted a drawn token of each request of a step without drafts."""
+        self._known = {request: num + 1 for request, num in self._known.items()}
 
     def _grow(self, num_slots: int) -> None:
         missing = num_slots - self.num_slots

@@ -81,8 +81,8 @@ class StepsAhead:
                 continue
             elif gathers and self._waits(request):
                 continue
-            if len(requests) == budget:
-                break
+            if len(requests) >= budget:
+                continue
             blocks = request.blocks
             if end > blocks.capacity:
                 if not self._preemption.make_room(request, end, schedule):

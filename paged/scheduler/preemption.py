@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +14,7 @@ from .waiting import Need, Room, WaitingQueue
 
 if TYPE_CHECKING:
     from .policies import Fair
+    from .victims import AboveShare
 
 
 class Preemption:
@@ -38,6 +37,11 @@ class Preemption:
         fair: Fair | None = None,
     ) -> None:
         self._fair = fair
+        self._above_share: AboveShare | None = None
+        if fair is not None:
+            from .victims import AboveShare
+
+            self._above_share = AboveShare(fair, running, block_manager)
         self._manager = block_manager
         self._running = running
         self._queue = queue
@@ -84,8 +88,9 @@ class Preemption:
         room: the seats, blocks and tokens of an empty step.
         """
         fair = self._fair
+        above_share = self._above_share
         head = self._queue.peek()
-        if fair is None or head is None or head.protected:
+        if fair is None or above_share is None or head is None or head.protected:
             return
         now = self._running.holdings()
         if not fair.any_is_above(now):
@@ -94,7 +99,7 @@ class Preemption:
             room = room.minus(self._running.claim(request))
         left = Holdings(self._running.requests)
         for head in fair.heads_below_share(now):
-            found = self._victims_above_share(fair, self._queue.need(head), room, left)
+            found = above_share.victims(self._queue.need(head), room, left)
             if found is None:
                 return  # others behind this one could only take its place
             victims, room = found
@@ -111,35 +116,6 @@ class Preemption:
         self.drain()
         return False
 
-    def _victims_above_share(
-        self, fair: Fair, need: Need, room: Room, left: Holdings
-    ) -> tuple[list[Request], Room] | None:
-        """Choose requests to preempt for a head, the youngest first; None if it could still not run.
-
-        left: what tenants hold, from which the victims' part is subtracted.
-
-        Returns also the room that is left when the head runs.
-        """
-        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
-        victims = list[Request]()
-        max_chunk = self._running.max_chunk
-        for candidate in reversed(self._running.requests):
-            if room.first_chunk(need, max_chunk):
-                break
-            lacks_seats = need.num_seats > room.num_seats
-            if not candidate.ready or candidate.protected:
-                continue
-            if fair.is_above(candidate.inputs.tenant, left, of_seats=lacks_seats):
-                victims.append(candidate)
-                freed = self._manager.num_freed(candidate.blocks, gone)
-                room = room.plus(self._running.claim(candidate)).plus(Room(0, 0, 0, freed))
-                left.remove(candidate)
-        num_new = room.first_chunk(need, max_chunk)
-        if not num_new:
-            return None
-        is_partial = num_new < need.num_missing_tokens
-        return victims, room.minus(Room(num_new, need.num_seats, is_partial, need.num_blocks))
-
     def preempt(self, victim: Request, schedule: Schedule, *, counts: bool = True) -> None:
         """Swap a request's blocks out or free them, and put it back into the queue.
 
@@ -148,6 +124,8 @@ class Preemption:
         manager = self._manager
         computed = victim.num_computed_tokens
         pays = computed > 0 and self.swap_pays is not None and self.swap_pays(computed)
+        if pays and self._running.states is not None:
+            self.keep(victim)
         if pays and manager.swap_out(victim.blocks, computed, schedule.swap_out):
             if self._running.states is not None:
                 self._running.states.swap_out(victim)
@@ -197,15 +175,21 @@ class Preemption:
             if request.finish_reason is not None:
                 continue
             self.free(request)
-            request.blocks = self._manager.open(request.token_ids, request.namespace)
+            request.blocks = self._manager.open(request.token_ids, request.namespace, request.inputs.contents)
             request.num_computed_tokens = 0
             self._running.remove(request)
             self.requeue(request)
 
     def free(self, request: Request) -> None:
         """Free a request's blocks. Full blocks stay in the prefix cache."""
-        self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        self.keep(request)
         self._manager.release(request.blocks)
+
+    def keep(self, request: Request) -> None:
+        """Put what a request has computed into the prefix cache: no step in flight computes it."""
+        self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
+        if self._running.states is not None:
+            self._running.states.keep(request)
 
     def requeue(self, request: Request) -> None:
         """Put a request that has run back into the queue."""
@@ -218,8 +202,8 @@ class Preemption:
         for candidate in reversed(self._running.requests if self._held_since else ()):
             if candidate.held and candidate.is_settled:
                 return candidate
-        if self._fair is not None and not request.protected:
-            above = self._youngest_above_share(self._fair, request)
+        if self._above_share is not None and not request.protected:
+            above = self._above_share.youngest(request)
             if above is not None:
                 return None if above is request else above
         # By policy, the highest rank yields first. A protected request takes from any rank.
@@ -230,49 +214,10 @@ class Preemption:
                 return candidate
         return None
 
-    def _youngest_above_share(self, fair: Fair, request: Request) -> Request | None:
-        """Return the youngest request of a tenant above its share of blocks; of the request's own if it is.
-
-        The oldest of all requests is never returned, so that it gets on. None: shares do not say who yields.
-        """
-        holdings = self._running.holdings()
-        tenant = request.inputs.tenant
-        if fair.is_above(tenant, holdings, of_seats=False):
-            above = {tenant}
-        else:
-            above = {other for other in holdings.seats if fair.is_above(other, holdings, of_seats=False)}
-        if not above:
-            return None
-        for candidate in reversed(self._running.requests[1:]):
-            if candidate.inputs.tenant not in above:
-                continue
-            if candidate is request or (candidate.is_settled and not candidate.protected):
-                return candidate
-        return None
-
     def _victims_for(self, head: Request, need: Need, room: Room) -> list[Request]:
-        """Choose requests to preempt for the head of the queue; none if it could still not run."""
-        running = self._running
-        pool = self._manager.pool
-        max_chunk = self._running.max_chunk
-        for request in running.requests:
-            room = room.minus(running.claim(request))
-        victims = list[Request]()
-        # The cached blocks that the head begins with do not become available: it will hold them.
-        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
-        for candidate in reversed(running.requests):
-            if room.first_chunk(need, max_chunk):
-                break
-            if candidate.inputs.priority <= head.inputs.priority:
-                return []
-            # One more preemption would protect it, and it would run again before the head.
-            if candidate.ready and candidate.metrics.num_preemptions + 1 < self._max_preemptions:
-                victims.append(candidate)
-                freed = self._manager.num_freed(candidate.blocks, gone)
-                room = room.plus(running.claim(candidate)).plus(Room(0, 0, 0, freed))
-        if len(victims) == len(running.requests) and not pool.num_steps_in_flight:
-            room = room._replace(num_blocks=math.inf)
-        return victims if room.first_chunk(need, max_chunk) else []
+        from .victims import victims_for
+
+        return victims_for(head, need, room, self._running, self._manager, self._max_preemptions)
 
     def check(self) -> None:
         """Check that every request with a recorded time is held and unfinished."""

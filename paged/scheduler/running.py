@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager, Copy
@@ -169,12 +169,13 @@ class RunningSet:
             self.states.clear()
         return removed
 
-    def remove_finished(self) -> list[Request]:
-        """Remove the finished requests and return them."""
+    def remove_finished(self, free: Callable[[Request], None]) -> list[Request]:
+        """Remove the finished requests and return them. free: called with each while it has its seat."""
         finished = [r for r in self.requests if r.status is RequestStatus.FINISHED]
         if finished:
             self.requests = [r for r in self.requests if r.status is not RequestStatus.FINISHED]
             for request in finished:
+                free(request)
                 self._leave(request)
         return finished
 
@@ -211,6 +212,13 @@ class RunningSet:
         start = end - 1 if request.num_pending else request.num_computed_tokens
         return manager.grow(request.blocks, start, end, copies)
 
+    def most_new(self, request: Request) -> int:
+        """Return how many tokens the next chunk of a running request has at most."""
+        snapshots = self._manager.snapshots
+        if snapshots is None:
+            return self.max_chunk
+        return min(self.max_chunk, snapshots.most_new(request.blocks, request.num_computed_tokens))
+
     def claim(self, request: Request) -> Room:
         """Return what a running request takes from the next step, and the blocks reserved for it."""
         takes_part = request.ready and not request.held
@@ -218,7 +226,7 @@ class RunningSet:
         end = request.num_tokens + request.num_pending
         if request.num_pending:  # all but the last one are computed, or in flight
             missing = int(takes_part and end < request.ahead_until)
-        num_new = min(missing, self.max_chunk)
+        num_new = min(missing, self.most_new(request))
         num_blocks = 0
         if num_new < missing or request.protected:
             num_blocks = self.missing_blocks(request)

@@ -305,6 +305,7 @@ class SchedulerCounters:
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0  # of the requests that ran, the cached among them
     num_cached_tokens: int = 0
+    num_cut_tokens: int = 0  # prompt tokens whose blocks were cached, without a snapshot behind them
     num_recomputed: int = 0  # preemptions by recompute
     num_swapped: int = 0  # preemptions by swap
     num_finished: int = 0  # requests, the aborted not among them
@@ -339,5 +340,8 @@ class SchedulerCounters:
 
         Tokens that another engine or the parent of a fork generated do not count.
         """
-        self.num_prompt_tokens += request.num_prompt_tokens
-        self.num_cached_tokens += min(request.num_cached_tokens or 0, request.num_prompt_tokens)
+        num_prompt_tokens = request.num_prompt_tokens
+        num_cached = min(request.num_cached_tokens or 0, num_prompt_tokens)
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached
+        self.num_cut_tokens += max(0, min(request.blocks.num_matched, num_prompt_tokens) - num_cached)

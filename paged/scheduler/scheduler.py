@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..base.errors import QueueFullError, UsageError
 from ..blocks.manager import BlockManager
+from ..blocks.sequence import SequenceBlocks
 from ..requests.request import (
     NO_MASK,
     TIMEOUT_MESSAGE,
@@ -26,9 +27,11 @@ from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
 from .waiting import Deadlines, Room, WaitingQueue
 
 if TYPE_CHECKING:
+    from ..blocks.content_chain import Content
     from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
+    from .state_moves import StateMoves
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -112,6 +115,7 @@ class Scheduler:
         self.ahead: StepsAhead | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None
+        self._num_kept_tokens = 0  # of the next step's budget, for tokens that are computed in one step
         # Ends the output of a request whose newest token, of a run, completes a stop string.
         self.end_at_stop_string: Callable[[Request], None] | None = None
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
@@ -122,6 +126,11 @@ class Scheduler:
     def running(self) -> list[Request]:
         """The running requests by rank."""
         return self._running.requests
+
+    @property
+    def states(self) -> StateMoves | None:
+        """Where states go; None if requests have none."""
+        return self._running.states
 
     @property
     def num_waiting(self) -> int:
@@ -158,7 +167,11 @@ class Scheduler:
         if self.ahead is not None and self.ahead.is_draining():
             return schedule
         self._make_room_for_others(schedule)
+        num_kept = self._num_kept_tokens
         self._choose_requests(schedule)
+        if num_kept and schedule.is_empty:  # what the tokens were kept for cannot run any more
+            self._num_kept_tokens = 0
+            self._choose_requests(schedule)
         if not schedule.is_empty:
             self._running.begin_step()
             if self._running.states is not None:
@@ -207,7 +220,7 @@ class Scheduler:
         siblings = head.siblings
         head.siblings = ()
         for sibling in siblings:
-            sibling.blocks = self.block_manager.open(sibling.token_ids, sibling.namespace)
+            sibling.blocks = self._open(sibling)
             self._enter(sibling)
             self._queue.push(sibling)
 
@@ -225,11 +238,13 @@ class Scheduler:
         """Schedule one token for each request that needs exactly one. Return the requests that need more."""
         if self.ahead is not None:
             is_drafting = self.drafts is not None and not self.drafts.is_idle
-            return self.ahead.schedule_decodes(schedule, self.max_num_batched_tokens, is_drafting=is_drafting)
+            budget = self.max_num_batched_tokens - self._num_kept_tokens
+            return self.ahead.schedule_decodes(schedule, budget, is_drafting=is_drafting)
         requests = schedule.requests
         prefills: list[Request] = []
-        budget = self.max_num_batched_tokens
+        budget = self.max_num_batched_tokens - self._num_kept_tokens
         running = self.running.copy()
+        states = self._running.states
         if self.num_in_flight > 1:
             budget = min(budget, self._share_of_decodes())
         scarce = len(self.running) > budget
@@ -240,8 +255,8 @@ class Scheduler:
             if end != len(request.token_ids) or request.siblings or not request.generates:
                 prefills.append(request)
                 continue
-            if scarce and len(requests) == budget:
-                break
+            if scarce and len(requests) >= budget:
+                continue
             blocks = request.blocks
             if end > blocks.capacity:
                 if not self.preemption.make_room(request, end, schedule):
@@ -249,6 +264,8 @@ class Scheduler:
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:
                     self.block_manager.register(blocks, request.token_ids, end - 1)
+                if states is not None:
+                    states.roll(request)
             request.ready = False
             requests.append(request)
         schedule.sample_decodes([request.num_computed_tokens for request in requests])
@@ -274,11 +291,15 @@ class Scheduler:
     def _schedule_prompts(self, prefills: list[Request], schedule: Schedule) -> list[Request]:
         """Schedule chunks of prompts. Return the requests that need more tokens after the step."""
         unfinished = []
+        self._num_kept_tokens = 0
         for request in prefills:
             if not request.ready:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
-            num_new = min(missing, self.max_chunk, self._budget_left(schedule))
+            num_new = min(missing, self._running.most_new(request), self._budget_left(schedule))
+            if request.inputs.uncut:
+                start = request.num_computed_tokens
+                num_new = self._without_cut(request, start, num_new, self._budget_left(schedule))
             end = request.num_computed_tokens + num_new
             # Decodes keep their blocks and end some time. Only in a step without them others are preempted.
             if num_new and (
@@ -290,6 +311,18 @@ class Scheduler:
                     continue
             unfinished.append(request)
         return unfinished
+
+    def _without_cut(self, request: Request, start: int, num_new: int, budget: int) -> int:
+        """Return how many tokens from `start` on a request computes so that none are cut that must not be.
+
+        If it can compute none, as others have taken the budget, so much of the next step is kept.
+        """
+        from .uncut import num_needed, num_uncut
+
+        found = num_uncut(request.inputs.uncut, start, num_new, budget)
+        if not found and not self._num_kept_tokens:
+            self._num_kept_tokens = num_needed(request.inputs.uncut, start)
+        return found
 
     def _admit_waiting(self, unfinished: list[Request], schedule: Schedule) -> None:
         """Run waiting requests while there are tokens, seats and blocks for them."""
@@ -321,6 +354,10 @@ class Scheduler:
         request, need, num_new = found
         seq = request.blocks
         start = need.num_computed_tokens
+        if request.inputs.uncut:
+            num_new = self._without_cut(request, start, num_new, room.num_tokens)
+            if not num_new:
+                return None
         if need.hits is not None:
             manager.start(seq, need.hits)
         elif not manager.swap_in(seq, start, schedule.swap_in):
@@ -341,12 +378,15 @@ class Scheduler:
             self.counters.count_first_run(request)
         self._running.join(request)
         if self._running.states is not None:
-            self._running.states.swap_in(request)
+            self._running.states.begin(request)
 
     def _compute(self, request: Request, num_new: int, schedule: Schedule) -> None:
         """Put tokens of a request, whose blocks are allocated, into the step."""
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
+        if self._running.states is not None:
+            self._running.states.roll(request)
+            self._running.states.leave(request, end)
         row = len(schedule.requests)
         schedule.add(request, num_new)
         request.ready = False
@@ -487,10 +527,9 @@ class Scheduler:
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""
-        for request in self._running.remove_finished():
+        for request in self._running.remove_finished(self.preemption.free):
             self.counters.num_finished += 1
             self.preemption.release(request)
-            self.preemption.free(request)
 
     def cancel(self) -> None:
         """Discard the steps in flight after a failure, since it is unknown what they wrote or copied.
@@ -521,9 +560,12 @@ class Scheduler:
         # The last token is only sampled, never computed.
         assert self.block_manager.fits(request.inputs.max_total_tokens - 1), "a request that can never fit"
         assert 1 + len(request.siblings) <= self.max_num_seqs, "more samples than can run at once"
-        request.blocks = self.block_manager.open(request.token_ids, request.namespace)
+        request.blocks = self._open(request)
         self._enter(request)
         self._queue.push(request)
+
+    def _open(self, request: Request) -> SequenceBlocks:
+        return self.block_manager.open(request.token_ids, request.namespace, request.inputs.contents)
 
     def refusal(self, request: Request) -> str | None:
         """Return why the queue is too full for a request; None if it is not too full."""
@@ -638,6 +680,8 @@ class Scheduler:
         message: str | None = None,
         kind: ErrorKind | None = None,
     ) -> None:
+        if self._running.states is not None and request.is_settled:
+            self.preemption.keep(request)
         (self._running if request.status is RequestStatus.RUNNING else self._queue).remove(request)
         for ended in (request, *request.siblings):
             ended.finish(reason, self.clock(), message, kind)
@@ -651,7 +695,14 @@ class Scheduler:
             self.abort(request, TIMEOUT_MESSAGE, "timeout")
         return expired
 
-    def pin(self, name: str, token_ids: Sequence[int], namespace: bytes, longest: int = 1) -> int:
+    def pin(
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        namespace: bytes,
+        longest: int = 1,
+        contents: Sequence[Content] = (),
+    ) -> int:
         """Pin a prefix's cached blocks. Return how many tokens they hold; 0 if nothing was pinned.
 
         Nothing is pinned if no block is cached, or if a live request would not fit in the other blocks.
@@ -659,7 +710,7 @@ class Scheduler:
         longest: maximum tokens of a request that was made but not added yet.
         """
         manager = self.block_manager
-        num_tokens = manager.pin(name, token_ids, namespace)
+        num_tokens = manager.pin(name, token_ids, namespace, contents)
         self._queue.reconsider()  # pinned blocks are no longer needed from the pool
         live = itertools.chain(self.running, self.waiting())
         longest = max(longest, *(request.inputs.max_total_tokens for request in live), 1)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from ..blocks.manager import BlockManager, Copy
-from ..requests.request import Request
+from ..requests.request import NO_SEAT, Request
 from .schedule import Schedule
+
+# A request whose end is known keeps its state at one block in so many, until it ends.
+SELDOM = 4
 
 
 class StateMoves:
     """The moves of recurrent states that a step makes, in order, before it computes.
 
-    The state of a running request lies in the slot of its seat; the state of a swapped-out request lies in
-    host memory, in slots numbered after the seats. A request that computes its first token begins with a
-    state of zeros, whatever its slot holds.
+    The state of a running request lies in the slot of its seat. The slots of snapshots follow the seats, and
+    those in host memory, for swapped-out requests, follow the snapshots. A request that computes its first
+    token begins with a state of zeros, whatever its slot holds.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
         self._manager = block_manager
+        self._pool = block_manager.pool
+        self._snapshots = block_manager.snapshots
         self._num_seats = num_seats
+        self._num_slots = num_seats + (0 if self._snapshots is None else self._snapshots.num_slots)
         self._moves: list[Copy] = []  # of this step, and those that must wait until it has ended
         self._later: list[Copy] = []
 
@@ -32,21 +38,106 @@ class StateMoves:
         """Move the state of a request to host memory, as its blocks are swapped out."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
-        self._moves.append((request.seat, self._num_seats + slot))
+        self._moves.append((request.seat, self._num_slots + slot))
 
-    def swap_in(self, request: Request) -> None:
-        """Move the state of a request back from host memory, if it is there. The request has taken a seat."""
-        if request.blocks.host_state is not None:
-            slot = self._manager.take_host_state(request.blocks)
+    def begin(self, request: Request) -> None:
+        """Give a request that has taken a seat the state that its first step begins with, if there is one."""
+        seq = request.blocks
+        if seq.host_state is not None:
+            slot = self._manager.take_host_state(seq)
+            self._moves.append((self._num_slots + slot, request.seat))
+        elif request.num_computed_tokens and self._snapshots is not None:
+            snapshots = self._snapshots
+            slot = snapshots.find(snapshots.serial_at(self._pool, seq, request.num_computed_tokens))
             self._moves.append((self._num_seats + slot, request.seat))
+
+    # Snapshots
+
+    def leave(self, request: Request, end: int) -> None:
+        """Leave a snapshot where a prompt's chunk ends, if it is to be there. Its blocks are registered."""
+        seq = request.blocks
+        if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
+            return
+        serial = self._snapshots.serial_at(self._pool, seq, end)
+        slot = self._snapshots.new(serial, after_step=True) if serial else None
+        if slot is not None:
+            self._later.append((request.seat, self._num_seats + slot))
+
+    def roll(self, request: Request) -> None:
+        """Replace the rolling state of a request behind its prompt if its next step begins a block."""
+        seq = request.blocks
+        num_tokens = request.num_computed_tokens
+        snapshots = self._snapshots
+        if snapshots is None or num_tokens % self._manager.block_size or num_tokens < max(1, seq.last_place):
+            return
+        if not self._is_worth_it(request, num_tokens // self._manager.block_size):
+            return
+        if not self._is_up_to_date(request) or snapshots.has(
+            snapshots.serial_at(self._pool, seq, num_tokens)
+        ):
+            return
+        slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
+        if slot is not None:
+            seq.rolling = (slot, num_tokens)
+            self._moves.append((request.seat, self._num_seats + slot))
+
+    def keep(self, request: Request) -> None:
+        """Make a snapshot of what a request has that ends, or is preempted, behind its last registered block.
+
+        No step in flight computes the request. It still has its seat and its blocks.
+        """
+        seq = request.blocks
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        rolling = seq.rolling
+        seq.rolling = None
+        newest = 0
+        if self._is_up_to_date(request):
+            newest = snapshots.serial_at(self._pool, seq, request.num_computed_tokens)
+        if rolling is not None:
+            serial = 0 if newest else snapshots.find_serial(self._pool, seq, rolling[1])
+            if serial:
+                snapshots.keep(serial, rolling[0])
+            else:
+                snapshots.release(rolling[0])
+        slot = snapshots.new(newest) if newest else None
+        if slot is not None:
+            self._moves.append((request.seat, self._num_seats + slot))
+
+    def _is_worth_it(self, request: Request, num_blocks: int) -> bool:
+        """Return whether a request may well end before it begins the next block.
+
+        Copying a state takes as long as a step with it. Where nothing but its length ends a request, its last
+        block is known, and the others only matter if it is aborted or preempted: a few of them do.
+        """
+        if request.stop_ids or request.inputs.params.stop or request.sampling.grammar is not None:
+            return True
+        last = (request.inputs.max_total_tokens - 1) // self._manager.block_size
+        return num_blocks == last or num_blocks % SELDOM == 0
+
+    @staticmethod
+    def _is_up_to_date(request: Request) -> bool:
+        """Return whether the state in a request's seat has seen its computed tokens, neither more nor fewer.
+
+        The one place that decides whether a seat may be copied to a snapshot. Drafts of such models, whose
+        accepted inputs the next step applies, must answer False here while there are any.
+        """
+        return request.seat != NO_SEAT
+
+    # Steps
 
     def take(self, schedule: Schedule) -> None:
         """Put the moves into a step that will be launched."""
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
+        if self._snapshots is not None:
+            self._snapshots.launch()
 
     def clear(self) -> None:
         """Forget the moves, because all requests will be recomputed."""
         self._moves = []
         self._later = []
+        if self._snapshots is not None:
+            self._snapshots.launch()

@@ -16,6 +16,7 @@ TOTAL_FIELDS = frozenset(
     (
         *("prefix_hit_rate", "num_recompute_preemptions", "num_swap_preemptions", "num_steps"),
         *("num_prefill_tokens", "num_decode_tokens", "num_cached_tokens", "num_queried_tokens"),
+        "num_cut_tokens",
         *("num_prompt_tokens", "num_generated_tokens", "num_drafts", "num_draft_tokens"),
         *("num_accepted_tokens", "num_accepted_at", "draft_seconds_won"),
         *("step_seconds", "step_tokens", "num_restarts", "num_resumed"),
@@ -33,6 +34,8 @@ class EngineStats:
 
     num_prompt_tokens: the prompt tokens of the requests that ran so far, including num_cached_tokens.
     num_queried_tokens: equals num_prompt_tokens, or 0 if there is no prefix cache.
+    num_cut_tokens: prompt tokens whose blocks were cached but which were computed, as no snapshot of states
+        was behind them. num_snapshots, max_snapshots: those that there are, and that may be.
     num_prefill_tokens, num_decode_tokens: tokens computed so far; tokens recomputed after a preemption count
         again.
     num_generated_tokens: tokens drawn so far.
@@ -86,6 +89,9 @@ class EngineStats:
     weight_bytes: Mapping[str, int]
     num_parameters: int = 0
     num_active_parameters: int = 0
+    num_cut_tokens: int = 0
+    num_snapshots: int = 0
+    max_snapshots: int = 0
     num_restarts: int = 0
     num_resumed: int = 0
     exchange_seconds: float = 0.0
@@ -113,7 +119,7 @@ class EngineStats:
         """Return the stats of an engine that has ended: its totals, with no requests and no used blocks."""
         gauges = ("num_running", "num_waiting", "num_queued_tokens", "num_used_blocks", "num_cached_blocks")
         zeros: dict[str, Any] = dict.fromkeys(
-            (*gauges, "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
+            (*gauges, "num_snapshots", "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
         )
         return replace(self, num_free_blocks=self.num_blocks, **zeros)
 
@@ -158,6 +164,7 @@ class EngineStats:
         counters = scheduler.counters
         pool = manager.pool
         host = manager.host_pool
+        snapshots = manager.snapshots
         slots = manager.block_size * sum(r.blocks.num_blocks for r in scheduler.running)
         filled = sum(manager.num_filled_slots(r.blocks, r.num_computed_tokens) for r in scheduler.running)
         used = pool.num_used + pool.num_deferred
@@ -185,6 +192,9 @@ class EngineStats:
             num_cached_tokens=counters.num_cached_tokens,
             num_queried_tokens=counters.num_prompt_tokens if manager.enable_prefix_caching else 0,
             num_prompt_tokens=counters.num_prompt_tokens,
+            num_cut_tokens=counters.num_cut_tokens,
+            num_snapshots=0 if snapshots is None else len(snapshots),
+            max_snapshots=0 if snapshots is None else snapshots.num_kept,
             num_generated_tokens=counters.num_generated_tokens,
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
+from ..blocks.sequence import NEVER
 from ..requests.request import Request, RequestStatus
 from .policy import Policy, Rank
 
@@ -92,6 +93,7 @@ class Need(NamedTuple):
 
     hits: the cached blocks that the request begins with, for each layer group; None if it is swapped in.
     num_computed_tokens: how many of its tokens are in these blocks. num_missing_tokens: how many are not.
+    most_new: the most tokens of its first step, so that this ends where its state is to be kept.
     """
 
     hits: list[list[BlockId]] | None
@@ -99,6 +101,7 @@ class Need(NamedTuple):
     num_missing_tokens: int
     num_seats: int
     num_blocks: int
+    most_new: int = NEVER
 
 
 class Room(NamedTuple):
@@ -124,7 +127,7 @@ class Room(NamedTuple):
 
     def first_chunk(self, need: Need, max_chunk: int) -> int:
         """Return the number of tokens with which a request can begin; 0 if it cannot run."""
-        num_new = min(need.num_missing_tokens, max_chunk, self.num_tokens)
+        num_new = min(need.num_missing_tokens, need.most_new, max_chunk, self.num_tokens)
         in_part = num_new < need.num_missing_tokens
         if need.num_seats > self.num_seats or need.num_blocks > self.num_blocks:
             return 0
@@ -168,7 +171,7 @@ class WaitingQueue:
         self.num_tokens = 0
         self._num_changes = 0  # of the queue: requests that came or went
         # The state in which the head was refused last, and what it needed.
-        self._refused: tuple[tuple[int, int], Need] | None = None
+        self._refused: tuple[tuple[int, int, int], Need] | None = None
 
     def push(self, request: Request) -> None:
         """Add a waiting request, for the first time or again."""
@@ -217,7 +220,9 @@ class WaitingQueue:
     def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
         """Return the head, its need, and how many tokens it begins with; None if the room is too small."""
         # While this stays the same, the head needs no less than before.
-        state = (self._num_changes, self._manager.pool.last_serial)
+        snapshots = self._manager.snapshots
+        num_made = 0 if snapshots is None else snapshots.num_made
+        state = (self._num_changes, self._manager.pool.last_serial, num_made)
         if self._refused is not None:
             before, need = self._refused
             if before == state and not room.first_chunk(need, self._max_chunk):
@@ -226,6 +231,8 @@ class WaitingQueue:
         if request is None:
             return None
         need = self.need(request)
+        if need.hits is not None and request.blocks.is_due:
+            return None  # this step leaves a state behind, with which the next one can begin
         num_new = room.first_chunk(need, self._max_chunk)
         if not num_new:
             self._refused = (state, need)
@@ -245,7 +252,9 @@ class WaitingQueue:
         # For more than the first chunk: it would be computed and preempted again and again.
         num_blocks = manager.blocks_to_start(hits or (), num_tokens_ahead(request))
         num_blocks += len(request.siblings) * len(manager.windows) + self._watermark_blocks
-        return Need(hits, computed, request.num_tokens - computed, 1 + len(request.siblings), num_blocks)
+        num_seats = 1 + len(request.siblings)
+        most_new = NEVER if manager.snapshots is None else manager.snapshots.most_new(seq, computed)
+        return Need(hits, computed, request.num_tokens - computed, num_seats, num_blocks, most_new)
 
     def check(self) -> None:
         """Check that parts of calls are held back as they should be."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -16,6 +17,7 @@ from ..base.validation import shown
 from ..protocol.endpoints import (
     GET_OPENAPI,
     MONITORED,
+    NOT_HERE,
     ROUTES,
     Access,
     Endpoint,
@@ -24,8 +26,11 @@ from ..protocol.endpoints import (
     is_of_messages,
 )
 from .front_end import FrontEnd
+from .gate import Gate
+from .http.budgets import BodyBudget, ResponseBudget
 from .http.exchange import ClientGone, Exchange, request_id_of
-from .http.failures import HttpError
+from .http.failures import FailureResponse, HttpError
+from .options import ServeOptions
 from .routes.table import HANDLERS, Handler
 from .telemetry.records import CLIENT_GONE
 from .telemetry.request_log import announce
@@ -42,15 +47,35 @@ EXPOSED_HEADERS = (
     "retry-after",
     *RATE_LIMIT_HEADERS,
 )
+OLLAMA_RUNS = "Ollama is running"  # clients look for these words
 MOST_NAMED = 3  # routes that an error names
 MOST_COMPARED = 100  # characters of a path that is compared with all routes
 EXCHANGE = "paged.exchange"  # the exchange of a request, in its scope
 
 
+class Front(Protocol):
+    """What an application needs of what is behind it; see `FrontEnd`."""
+
+    options: ServeOptions
+    body_budget: BodyBudget
+    response_budget: ResponseBudget
+    gate: Gate
+
+    def end(self, exchange: Exchange, status: int, error: BaseException | None) -> None:
+        """End the record of a request."""
+
+    async def failure_of(self, error: Exception, request_id: str) -> FailureResponse:
+        """Return the response for an error."""
+
+
 def new_app(front: FrontEnd) -> ASGIApp:
     """Return the ASGI application that serves an engine."""
-    app = App(front)
-    origins = front.options.allowed_origins
+    return with_origins(App(front), front.options)
+
+
+def with_origins(app: ASGIApp, options: ServeOptions) -> ASGIApp:
+    """Return an application that also answers the pages of other websites, as far as the options allow."""
+    origins = options.allowed_origins
     if not origins:
         return app
     return _Cors(
@@ -62,6 +87,20 @@ def new_app(front: FrontEnd) -> ASGIApp:
     )
 
 
+def new_ollama_app(app: ASGIApp, options: ServeOptions) -> ASGIApp:
+    """Return the application at Ollama's port: the server's own, but / says what Ollama's does."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_root = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        hosts = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        if is_root and all(map(options.allows_host, hosts)):
+            await Response(OLLAMA_RUNS, media_type="text/plain")(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
+
+
 def new_metrics_app(front: FrontEnd) -> ASGIApp:
     """Return the ASGI application for --metrics-port, which needs no key."""
     return App(front, MONITORED, is_open=True)
@@ -71,10 +110,16 @@ class App:
     """Routes requests to their handlers. Any error that a handler raises becomes a response.
 
     is_open: whether all routes can be used without a key.
+    handlers: what answers each route.
     """
 
     def __init__(
-        self, front: FrontEnd, endpoints: Sequence[Endpoint] = ROUTES, *, is_open: bool = False
+        self,
+        front: Front,
+        endpoints: Sequence[Endpoint] = ROUTES,
+        *,
+        is_open: bool = False,
+        handlers: Mapping[Endpoint, Callable[[Any], Handler]] = HANDLERS,
     ) -> None:
         self._front = front
         self._is_open = is_open
@@ -85,7 +130,7 @@ class App:
         routes = [
             Route(
                 re.sub(r"{(model|request)}", r"{\1:path}", path),  # these names may contain slashes
-                _Path({each.method: HANDLERS[each](front) for each in of_path}, of_path[0].access),
+                _Path({each.method: handlers[each](front) for each in of_path}, of_path[0].access),
                 methods=[each.method for each in of_path],
             )
             for path, of_path in by_path.items()
@@ -101,7 +146,7 @@ class App:
             scope,
             receive,
             send,
-            max_body_bytes=front.options.max_request_bytes,
+            max_body_bytes=front.max_request_bytes,
             body_timeout_s=front.options.body_timeout_s,
             budget=front.body_budget,
             responses=front.response_budget,
@@ -156,6 +201,9 @@ class App:
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         if scope["type"] == "http":  # no websocket, which the server refuses
             path = scope[EXCHANGE].route
+            for other, why in NOT_HERE.items():
+                if path == other or path.startswith(f"{other}/"):
+                    raise HttpError(404, f"{other} is not here: {why}", code="not_here")
             raise HttpError(404, f"there is no {shown(path)} here, {routes_near(path, self._paths)}")
 
 

@@ -10,9 +10,8 @@ import socket
 import threading
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from .front_end import FrontEnd
 from .http.listener import Server
 
 NOTIFY_READY = b"READY=1"
@@ -37,6 +36,20 @@ AT_ONCE_S = 0.5  # from the second signal to the end of the process, whatever st
 logger = logging.getLogger(__name__)
 
 
+class Drained(Protocol):
+    """What ends with a server; see `FrontEnd`."""
+
+    is_draining: bool
+    is_closed: bool
+
+    @property
+    def num_accepted(self) -> int:
+        """How many accepted requests have no whole response yet."""
+
+    def stop(self) -> None:
+        """Refuse new requests, and abort the requests in progress."""
+
+
 class Drain:
     """A context manager that ends a server on SIGTERM or Ctrl-C, once its requests have finished.
 
@@ -45,7 +58,7 @@ class Drain:
     everything at once; clients are told if that is possible within AT_ONCE_S.
     """
 
-    def __init__(self, front: FrontEnd, server: Server, *, delay_s: float, timeout_s: float) -> None:
+    def __init__(self, front: Drained, server: Server, *, delay_s: float, timeout_s: float) -> None:
         self._front = front
         self._server = server
         self._delay_s = delay_s

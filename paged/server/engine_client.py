@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from ..architectures.hf_config import read_config
 from ..base.arguments import show_arguments_of
 from ..base.errors import ConfigError, RequestError, ResourceError
 from ..base.validation import check_int, shown
@@ -19,8 +18,9 @@ from ..checkpoints.model_directory import resolve
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
-from ..engine.model_text import ModelText
-from ..engine.request_spec import Prepared, ReportTerms, RequestSpec
+from ..engine.model_text import ModelText, read_model
+from ..engine.reports import ReportTerms
+from ..engine.request_spec import Prepared, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
 from ..options.sampling_params import RequestOutputKind, SamplingParams
@@ -95,7 +95,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         new_router(router, 16)  # before anything starts
         terms = _terms_of_ranks(config, terms, replicas)
         directory = resolve(config.model, config.revision)  # downloaded once, for all processes
-        model_config = read_config(directory)
+        model_config, no_images = read_model(config, directory)
         num_sharing = replicas if launcher.divides_machine else 1
         _check_share(config, num_sharing)
         sent = {"model": model, **sendable_options(config, options), **launcher.engine_options}
@@ -108,7 +108,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         self._engines = self._supervisor.replicas
         self._finalizer = weakref.finalize(self, self._supervisor.close)
         try:
-            self.text = ModelText(config, directory, model_config)  # while the engines start
+            self.text = ModelText(config, directory, model_config, no_images)  # while the engines start
             ready = self._supervisor.wait_ready()
         except BaseException:
             self._finalizer()
@@ -244,6 +244,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             given,
             is_whole=_comes_whole(sent_kind, kind),
             part_of=spec.part_of,
+            images=parsed.images,
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -292,6 +293,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             parent.order.tenant,
             [],
             is_whole=_comes_whole(sent_kind, kind),
+            images=parent.order.images,
         )
         inbox = Inbox(
             new_request_id,

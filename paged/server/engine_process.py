@@ -26,7 +26,8 @@ from ..base.interrupts import leave_signals_to_parent
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
-from ..engine.request_spec import ReportSpec, RequestSpec
+from ..engine.reports import ReportSpec
+from ..engine.request_spec import RequestSpec
 from ..engine.scoring import ScoreOutput
 from ..options.config import EngineConfig
 from ..options.sampling_params import RequestOutputKind, SamplingParams
@@ -351,7 +352,7 @@ class EngineServer:
             self._preparations.submit(preparation)
 
     def _prepared(self, order: frames.Generate, params: SamplingParams) -> RequestSpec:
-        prompt = ParsedPrompt(None, order.token_ids, order.namespace)
+        prompt = ParsedPrompt(None, order.token_ids, order.namespace, order.images)
         spec = RequestSpec(
             prompt,
             params,

@@ -16,10 +16,11 @@ import msgspec
 from ..base.errors import RequestError
 from ..base.validation import MAX_INT
 from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
-from ..engine.request_spec import ReportTerms, SampleSoFar
+from ..engine.reports import ReportTerms
+from ..engine.request_spec import SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.sampling_params import SamplingParams
-from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat
@@ -80,6 +81,7 @@ class Generate(Frame):
     resumed: the samples to continue, if the process that had the request has ended.
     is_whole: whether the reader gets a single output, so that deltas need not be sent often.
     part_of: see `RequestInputs`.
+    images: of the prompt.
     """
 
     key: int
@@ -92,6 +94,7 @@ class Generate(Frame):
     resumed: list[SampleSoFar] | None = None
     is_whole: bool = False
     part_of: str = ""
+    images: tuple[PromptImage, ...] = ()
 
 
 class Fork(Frame):

@@ -22,17 +22,15 @@ from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
 from ..requests.request import derived_seed
-from .access.keys import keys_of, priorities_of, priority_of, salt_of
+from .access.keys import priorities_of, priority_of, salt_of
 from .access.limits import KeyUsage, RateLimitError, num_new_tokens
 from .connection import ProcessEndError
 from .gallery import Gallery
-from .gate import Gate
-from .http.budgets import MAX_BODY_BYTES_IN_PROGRESS, BodyBudget, ResponseBudget
+from .http.budgets import BODY_BYTES, SEEING_BODY_BYTES
 from .http.exchange import Exchange
 from .http.failures import FailureResponse, FinishRate, HttpError, failure_of
-from .http.streams import KeepAlive
 from .options import ServeOptions
-from .responses import Responses
+from .shared import Shared
 from .telemetry.metrics import ServerMetrics
 from .telemetry.records import CLIENT_GONE, RATE_LIMIT, SLOW_CLIENT, Observer, Observers, RequestRecord
 from .telemetry.request_log import announce
@@ -43,6 +41,7 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=Call)
 T = TypeVar("T")
 STOPPING = "the server is shutting down"
+LATEST_TAG = ":latest"  # which clients of Ollama add to a name
 STOPPED = "the engine has stopped; the server's log says why"
 
 
@@ -66,6 +65,9 @@ class FrontEnd:
     responses: the stored responses, and the responses in progress.
     num_accepted: how many accepted requests have no whole response yet.
 
+    shared: what other front ends of the server have, too; by default it is made of the options. metrics: the
+    counts of earlier front ends of the model. system: the system prompt of conversations without one.
+
     Raises ConfigError for a wrong keys file.
     """
 
@@ -74,12 +76,16 @@ class FrontEnd:
         engine: AsyncEngine[Any],
         options: ServeOptions,
         observers: Sequence[Observer] = (),
+        *,
+        shared: Shared | None = None,
+        metrics: ServerMetrics | None = None,
+        system: str | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
         self.created = int(time.time())
-        self.metrics = ServerMetrics(
+        self.metrics = metrics or ServerMetrics(
             self.names[0],
             engine.config,
             max_model_len=engine.max_model_len,
@@ -88,12 +94,9 @@ class FrontEnd:
             num_engines=options.replicas,
         )
         self.observers = Observers(self.metrics, *observers)
-        self.keys = keys_of(
-            options.api_keys,
-            scheduling_policy=engine.config.scheduling_policy,
-            default_reservation=options.default_reservation,
-        )
-        self.gate = Gate(options.api_key, self.keys, options.admin_key)
+        shared = shared or Shared.of(options, engine.config.scheduling_policy)
+        self.keys = shared.keys
+        self.gate = shared.gate
         self.is_paused = False
         self.gallery = Gallery(engine, options.replicas, self._owners)
         self.drain: Callable[[], None] = self.stop
@@ -111,12 +114,17 @@ class FrontEnd:
                 enable_auto_tool_choice=options.enable_auto_tool_choice,
             ),
             ignore_builtin_tools=options.ignore_builtin_tools,
+            system=system,
             max_model_len=engine.max_model_len,
         )
-        self.responses = Responses(options.response_store)
-        self.keep_alive = KeepAlive()
-        self.body_budget = BodyBudget(max(MAX_BODY_BYTES_IN_PROGRESS, 2 * options.max_request_bytes))
-        self.response_budget = ResponseBudget()
+        self.responses = shared.responses
+        self.keep_alive = shared.keep_alive
+        self.body_budget = shared.body_budget
+        self.response_budget = shared.response_budget
+        sees_images = engine.model_config.vision is not None
+        self.max_request_bytes = options.max_request_bytes or (
+            SEEING_BODY_BYTES if sees_images else BODY_BYTES
+        )
         self._rate = FinishRate()
         self._deaths: set[str] = set()  # messages of engines that have stopped, logged here
         self._open: dict[RequestRecord, None] = {}  # of requests that are being answered, the oldest first
@@ -134,6 +142,8 @@ class FrontEnd:
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
         """Raise HttpError if a request names another model, or a model that its key does not allow."""
         names = self.names_for(key)
+        if name is not None and name not in names:
+            name = name.removesuffix(LATEST_TAG)
         if not names or (name is not None and name not in names):
             there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
@@ -197,6 +207,7 @@ class FrontEnd:
         limits = self._limits
         call = await exchange.read_json(lambda body: parse_call(path, body, limits))
         assert isinstance(call, kind)
+        call.load_s = exchange.load_s
         self.check_model(call.model, exchange.key)
         if call.is_queued:
             self._check_queue()
@@ -402,9 +413,13 @@ class FrontEnd:
         """Abort the requests with this id; they get an error. Return how many there were."""
         found = [record for record in self._open if record.request_id == request_id]
         for record in found:
-            record.is_ended = True  # those that the engine has not got yet
-            await self.engine.abort(record.engine_ids)
+            await self.end_record(record)
         return len(found)
+
+    async def end_record(self, record: RequestRecord) -> None:
+        """Abort a request, which then gets an error."""
+        record.is_ended = True  # what the engine has not got yet
+        await self.engine.abort(record.engine_ids)
 
     def stop(self) -> None:
         """Refuse new requests, and abort the requests in progress."""

@@ -25,7 +25,7 @@ from ..requests.request import (
     RequestMetrics,
     RequestOutput,
 )
-from ..text.outputs import View
+from ..text.view import View
 from . import frames
 
 

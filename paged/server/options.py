@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from ..base.arguments import strict
-from ..base.errors import ConfigError
+from ..base.byte_sizes import parse_bytes
+from ..base.durations import parse_duration
+from ..base.errors import ConfigError, RequestError
 from ..base.validation import check_bool, check_int, check_number, shown
 from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
@@ -25,6 +27,8 @@ from .router import ROUTERS
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.
 MAX_WAITING = 2 * MAX_PROMPTS
+KEEP_ALIVE_S = 300.0  # as Ollama's
+LOAD_WAIT_S = 300.0
 LOG_FORMATS = ("text", "json")
 _HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 _HOST_HEADER = re.compile(r"(?:\[([^\[\]]*)\]|([^\[\]:]*))(?::\d*)?", re.ASCII)
@@ -39,9 +43,10 @@ _OPTIONAL_TEXTS = (
     "ssl_certfile",
     "otlp_traces_endpoint",
     "ray",
+    "models",
 )
 _TEXTS = ("host", "metrics_prefix")
-_LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts")
+_LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "preload", "api")
 _TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
 _SWITCHES = (
     "enable_auto_tool_choice",
@@ -49,7 +54,11 @@ _SWITCHES = (
     "enable_prompt_tokens_details",
     "page",
     "ignore_builtin_tools",
+    "allow_model_changes",
 )
+# What goes with several models alone.
+_OF_MODELS = ("memory", "keep_alive", "preload", "max_load_wait_s", "allow_model_changes")
+APIS = ("ollama",)
 
 
 @partial(strict, error=ConfigError, name="paged serve")
@@ -82,7 +91,8 @@ class ServeOptions:
         * for all websites.
     served_model_name: a name of the model for requests; responses have the first name. The default is MODEL
         as given to `paged serve`.
-    max_request_bytes: maximum size of a request's body.
+    max_request_bytes: maximum size of a request's body. The default is 16 MiB, or 64 MiB for a model that
+        sees images.
     head_timeout_s: seconds in which the head of a request must arrive. They count from its first byte, or for
         the first request from the connection.
     body_timeout_s: seconds in which the body of a request must arrive.
@@ -120,6 +130,16 @@ class ServeOptions:
     metrics_prefix: the prefix of the names at /metrics; vllm gives the names of vLLM.
     log_format: "text" or "json", the format of the line that each request writes to the log.
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
+    models: a models.toml, of which all models are served, as are those in the hub's cache; without a value
+        the user's own. Several names as MODEL serve these alone.
+    memory: bytes that all engines of several models may take together, such as 12GiB; by default four fifths
+        of what is free at the start.
+    keep_alive: how long each of several models stays loaded without a request, where neither models.toml nor
+        a request says it: seconds, or a text such as 10m; 0 not at all, -1 for ever. By default 5m.
+    preload: a model that is loaded when the server starts.
+    max_load_wait_s: seconds for which a request waits until its model is loaded, by default 300.
+    allow_model_changes: let clients download, remove and copy models by /api/pull, /api/delete, /api/copy.
+    api: an API whose usual port is listened to besides; "ollama" is at 11434.
     page: serve a page at / to chat with the model and to watch the engine's blocks.
     resume: when an engine process dies, continue its requests in another process; otherwise they end with an
         error.
@@ -148,7 +168,7 @@ class ServeOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
-    max_request_bytes: int = 16 * 2**20
+    max_request_bytes: int | None = None
     head_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
     keep_alive_timeout_s: float = 75.0
@@ -171,6 +191,13 @@ class ServeOptions:
     metrics_prefix: str = "paged"
     log_format: Literal["text", "json"] = "text"
     otlp_traces_endpoint: str | None = None
+    models: str | None = None
+    memory: str | int | None = None
+    keep_alive: str | float | None = None
+    preload: Sequence[str] = ()
+    max_load_wait_s: float | None = None
+    allow_model_changes: bool = False
+    api: Sequence[str] = ()
     page: bool = True
     resume: bool = DEFAULT_TERMS.resume
     max_restarts: int = DEFAULT_TERMS.max_restarts
@@ -195,7 +222,8 @@ class ServeOptions:
         check_int(ConfigError, "response_store", self.response_store, 0)
         check_int(ConfigError, "replicas", self.replicas, 1, 1024)
         check_interval(self.stream_interval_s)
-        check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
+        if self.max_request_bytes is not None:
+            check_int(ConfigError, "max_request_bytes", self.max_request_bytes, 1024)
         for name in _TIMEOUTS:
             check_number(ConfigError, name, getattr(self, name), 0.001)
         RestartTerms(resume=self.resume, max_restarts=self.max_restarts, step_timeout=self.step_timeout)
@@ -224,6 +252,53 @@ class ServeOptions:
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         self._check_certificate()
         _object("default_chat_template_kwargs", self.default_chat_template_kwargs)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        if self.memory is not None:
+            parse_bytes("memory", self.memory)
+        if self.keep_alive is not None:
+            self._keep_alive_s()
+        if self.max_load_wait_s is not None:
+            check_number(ConfigError, "max_load_wait_s", self.max_load_wait_s, 0.0, above=True)
+        for each in self.api:
+            if each not in APIS:
+                raise ConfigError(f"api must be one of {', '.join(APIS)}; got {shown(each)}")
+
+    def _keep_alive_s(self) -> float:
+        try:
+            return parse_duration("keep_alive", self.keep_alive)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def keep_alive_s(self) -> float:
+        """Seconds for which a model stays loaded without a request; inf for ever."""
+        return KEEP_ALIVE_S if self.keep_alive is None else self._keep_alive_s()
+
+    @property
+    def load_wait_s(self) -> float:
+        """Seconds for which a request waits until its model is loaded."""
+        return LOAD_WAIT_S if self.max_load_wait_s is None else self.max_load_wait_s
+
+    def check_one_model(self) -> None:
+        """Raise ConfigError for an option that goes with several models alone."""
+        given = [name for name in _OF_MODELS if getattr(self, name) not in (None, (), False)]
+        if given:
+            raise ConfigError(
+                f"{given[0]} goes with several models, which come and go: name them, or give --models"
+            )
+
+    def check_many_models(self) -> None:
+        """Raise ConfigError for an option that goes with one model alone."""
+        given = {
+            "served_model_name": self.served_model_name,
+            "ray": self.ray is not None,
+            "replicas": self.replicas > 1,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ConfigError(f"{name} goes with one model, and this server has several")
 
     def _check_keys(self) -> None:
         for key in self.api_key:

@@ -13,7 +13,7 @@ from ..architectures.spec import AttentionSpec, ExpertsSpec
 from ..base.errors import ConfigError
 from ..base.validation import shown
 from ..model.part import ModelPart, Shard
-from ..model.stream import StreamShape
+from ..model.stream_shape import StreamShape
 from ..options.config import EngineConfig
 from ..ranks.layout import RankLayout
 from ..runner.sizes import GIB, SWAP_SPACE, Sizes
@@ -144,16 +144,21 @@ def rank_sizes(config: EngineConfig, model: ModelConfig, target: str) -> list[Si
 
 
 def with_seats(ranks: list[Sizes], sheet: DataSheet) -> list[Sizes]:
-    """Return the sizes with as many seats as there is room for their recurrent states on every rank."""
-    if not ranks[0].model.states or ranks[0].config.max_num_seqs is not None:
+    """Return the sizes with as many seats and snapshots as states have room for on every rank."""
+    if not ranks[0].model.states:
         return ranks
     usable = sheet.memory_gib * GIB * ranks[0].config.gpu_memory_utilization
     rooms = [int(usable - weight_bytes(Portion.of(each.model, each.part))) for each in ranks]
-    from ..runner.states import seats_in
+    from ..runner.states import seats_in, with_snapshots
 
     found = (seats_in(each, room).config.num_seats for each, room in zip(ranks, rooms, strict=True))
     config = replace(ranks[0].config, max_num_seqs=min(found))
-    return [replace(each, config=config) for each in ranks]
+    ranks = [replace(each, config=config) for each in ranks]
+    given = config.num_blocks is not None
+    left = (None if given else room - each.all_state_bytes for each, room in zip(ranks, rooms, strict=True))
+    kept = (with_snapshots(each, room).config.state_snapshots for each, room in zip(ranks, left, strict=True))
+    least = min((number for number in kept if number is not None), default=None)
+    return [replace(each, config=replace(config, state_snapshots=least)) for each in ranks]
 
 
 @dataclass(frozen=True, slots=True)

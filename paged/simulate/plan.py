@@ -14,18 +14,19 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ..architectures.config import ModelConfig
+from ..architectures.gguf_paths import HEADERS_ALONE
 from ..architectures.hf_config import read_config
 from ..base.errors import ConfigError
-from ..checkpoints.gguf.gguf_file import HEADERS_ALONE
 from ..checkpoints.model_directory import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..device.threads import set_threads
 from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
+from ..runner.draft_sizes import draft_sizes
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
 from ..runner.load import are_worth_keeping, check_kernels, new_kernels, open_model
 from ..runner.memory import Memory
-from ..runner.sizes import GIB, Sizes, draft_sizes
+from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
 from .fleet import FleetConfig
 from .machine import Measured, measure

@@ -288,6 +288,8 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
         raise RequestError(
             f'{name} must be a dict such as {{"type": "text", "text": ...}}, got {shown(part)}', param=name
         )
+    if kind == "image" and len(part) == 1:  # taken out of the conversation: see `chat_images`
+        return dict(part)
     if kind != "text":
         raise RequestError(
             f"{name} is of type {shown(kind)}; only parts of type 'text' are supported", param=name

@@ -2,21 +2,19 @@
 
 In most tokenizers each token stands for certain bytes, whatever its neighbours are, and the text is the bytes
 decoded as UTF-8 (`_ByteText`). For others, a few context tokens are decoded again with every token
-(`_WindowText`).
+(`WindowText`).
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .tokenizer import TokenBytes, Tokenizer
+from .tokenizer import CONTEXT_TOKENS, MAX_CHARACTER_TOKENS, TokenBytes, Tokenizer
 
-# Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
-CONTEXT_TOKENS = 5
-MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8
-MAX_UNSETTLED_TOKENS = 16  # after so many tokens a replacement character is taken to be final
-REPLACEMENT = "\ufffd"
+if TYPE_CHECKING:
+    from .window_text import WindowText
 
 
 class Detokenizer:
@@ -44,9 +42,13 @@ class Detokenizer:
         self._after_special = False
         context = self._end_of(prompt_token_ids)
         token_bytes = tokenizer.token_bytes
-        self._text: _ByteText | _WindowText = (
-            _WindowText(tokenizer, context) if token_bytes is None else _ByteText(token_bytes, context)
-        )
+        self._text: _ByteText | WindowText
+        if token_bytes is not None:
+            self._text = _ByteText(token_bytes, context)
+        else:
+            from .window_text import WindowText
+
+            self._text = WindowText(tokenizer, context)
 
     def append(self, token_id: int) -> str:
         """Add the next token. Return the text that has become final."""
@@ -114,49 +116,3 @@ class _ByteText:
         text, num_settled = codecs.utf_8_decode(data, "replace", final)
         self._unsettled = data[num_settled:]
         return text
-
-
-class _WindowText:
-    """The text of all tokens, special ones too, each decoded together with a few tokens before it.
-
-    A character may need several tokens, and a token's text may depend on the one before it. So each step
-    decodes from a few tokens before the new ones, and waits while the text ends within a character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = self._whole_characters(context)  # context, then tokens whose text is not final
-        self._num_context = len(self._ids)
-        self._context_text = self._decode(self._ids)
-        self._unsettled = ""  # text that is not final
-
-    def append(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        self._unsettled = self._decode(self._ids)[len(self._context_text) :]
-        is_open = not self._unsettled or self._unsettled.endswith(REPLACEMENT)
-        if is_open and len(self._ids) - self._num_context < MAX_UNSETTLED_TOKENS:
-            return ""
-        # All new tokens become context: they begin and end with whole characters, a part of them might not.
-        self._ids = self._ids[self._num_context :]
-        self._num_context = len(self._ids)
-        self._context_text = self._decode(self._ids)
-        return self.finish()
-
-    def extend(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self.append, token_ids))
-
-    def finish(self) -> str:
-        text = self._unsettled
-        self._unsettled = ""
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def _whole_characters(self, token_ids: list[int]) -> list[int]:
-        """Return the last tokens, from the start of a character: a partial one garbles the bytes after it."""
-        for length in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_CHARACTER_TOKENS):
-            context = token_ids[-length:]
-            if not self._decode(context).startswith(REPLACEMENT):
-                return context
-        return token_ids[-CONTEXT_TOKENS:]

@@ -30,6 +30,28 @@ class MarkedText(str):
         return marked
 
 
+def substituted(text: str, changes: Sequence[tuple[int, int, str]]) -> str:
+    """Return a text with other texts in the place of spans, in order; its plain spans stay plain.
+
+    changes: the start and the end of each span, and what takes its place.
+    """
+    pieces = list[str]()
+    moves = list[tuple[int, int]]()  # from a place on, by how much the text moves
+    at = moved = 0
+    for start, end, new in changes:
+        pieces += [str(text[at:start]), new]
+        at = end
+        moved += len(new) - (end - start)
+        moves.append((start, moved))
+    whole = "".join([*pieces, str(text[at:])])
+    plain = [
+        (start + by, end + by)
+        for start, end in getattr(text, "plain", ())
+        for by in [next((by for place, by in reversed(moves) if place < start), 0)]
+    ]
+    return MarkedText.of(whole, plain) if plain else whole
+
+
 class Placeholders:
     """Placeholders for the special tokens in the messages of one conversation.
 

@@ -132,7 +132,9 @@ def _marked(messages: Sequence[Message]) -> tuple[list[Message], set[int]]:
         if isinstance(content, str):
             content = mark + content
         else:
-            content = [{**content[0], "text": mark + content[0]["text"]}, *content[1:]]
+            first = next(j for j, part in enumerate(content) if "text" in part)
+            marked = {**content[first], "text": mark + content[first]["text"]}
+            content = [*content[:first], marked, *content[first + 1 :]]
         found.append({**message, "content": content})
     return found, numbers
 
@@ -140,7 +142,7 @@ def _marked(messages: Sequence[Message]) -> tuple[list[Message], set[int]]:
 def _text_of(message: Message) -> str:
     """Return the text of a message, its parts joined as templates that want a string see them."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content if "text" in p)
 
 
 def _with_first_system(messages: list[Message], *, role: str, joins: bool = False) -> list[Message]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.config import ModelConfig
 from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..requests.request import LONG, Prompt
+from ..requests.request import LONG, Prompt, PromptImage
 from .tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from ..blocks.content_chain import Content
+    from .images import ImagePrompts, NamedImage
+
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "multi_modal_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +26,42 @@ class ParsedPrompt:
     """A prompt as validated token ids.
 
     namespace: what the KV depends on besides the tokens. Prompts with different namespaces share no blocks.
+    images: in the order of their tokens.
     """
 
     text: str | None
     token_ids: list[int]
     namespace: bytes
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """What the placeholders among its tokens stand for."""
+        return [image.content for image in self.images] if self.images else ()
 
 
 class PromptParser:
-    """Parses prompts for one model whose contexts have at most max_model_len tokens."""
+    """Parses prompts for one model whose contexts have at most max_model_len tokens.
 
-    def __init__(self, model_config: ModelConfig, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    images: reads the images of prompts; None: the model sees none.
+    no_images: why it sees none.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        images: ImagePrompts | None = None,
+        no_images: str = "",
+    ) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         long = model_config.for_context(max_model_len).long_context
         self.long_from = None if long is None else long.num_tokens  # see RequestInputs
+        self.images = images
+        self._no_images = no_images
         self._placeholders = dict(model_config.placeholders)
 
     @about("prompt")
@@ -47,12 +71,14 @@ class PromptParser:
         salt: the default for prompts without "cache_salt".
         """
         add_special_tokens = True
+        images: list[NamedImage] = []
         if isinstance(prompt, Mapping):
             reject_unknown("a prompt dict", map(str, prompt), PROMPT_FIELDS)
             fields = dict(prompt)
             if "prompt" in fields:
                 add_special_tokens = fields.pop("add_special_tokens", True)
                 check_bool(RequestError, "add_special_tokens", add_special_tokens)
+            images = self._images_in(fields.pop("multi_modal_data", None))
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(
@@ -68,14 +94,30 @@ class PromptParser:
                 raise RequestError(f"{key} in a prompt dict must be {wanted}, got {shown(prompt)}")
         prompt = _as_list(prompt)
         self._check_before_encoding("the prompt", prompt)
-        text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
+        seen: tuple[PromptImage, ...] = ()
+        if images:
+            assert self.images is not None, "images were refused"
+            text, token_ids, seen = self.images.parse(prompt, images, add_special_tokens=add_special_tokens)
+        else:
+            text, token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty; it must have at least one token")
         self._check_length("the prompt", len(token_ids))
         self.check_vocabulary("prompt_token_ids", token_ids)
         token_ids = [int(token_id) for token_id in token_ids]
-        self._check_is_text("prompt_token_ids", token_ids)
-        return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)))
+        self._check_is_text("prompt_token_ids", token_ids, with_images=bool(seen))
+        return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)), seen)
+
+    def _images_in(self, data: Any) -> list[NamedImage]:
+        """Return the images in multi_modal_data. Raises RequestError, also where the model sees none."""
+        if data is None:
+            return []
+        if self.images is None:
+            raise RequestError(
+                f"multi_modal_data is refused: {self._no_images or 'this model takes text alone'}",
+                param="multi_modal_data",
+            )
+        return self.images.given(data)
 
     @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
@@ -86,7 +128,9 @@ class PromptParser:
         self._check_length("the prompt", len(token_ids))
         if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:  # quick, as nearly all pass
             self.check_vocabulary("prompt_token_ids", token_ids)
-        self._check_is_text("prompt_token_ids", token_ids)
+        if prompt.images and self.images is None:
+            raise RequestError(f"images are refused: {self._no_images or 'this model takes text alone'}")
+        self._check_is_text("prompt_token_ids", token_ids, with_images=bool(prompt.images))
 
     def _encode(
         self, prompt: Any, name: str = "a prompt", *, add_special_tokens: bool = True
@@ -124,6 +168,8 @@ class PromptParser:
             special tokens, so that the prompt's tokens are the same for all continuations.
         """
         parsed = self.parse(prompt)
+        if parsed.images:
+            raise RequestError("multi_modal_data is for prompts that are completed: scores are of text alone")
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         with about("continuations"):
             return parsed, self._continued(parsed, salt, continuations)
@@ -170,19 +216,25 @@ class PromptParser:
                     param=field_of(name),
                 )
 
-    def _check_is_text(self, name: str, token_ids: list[int]) -> None:
-        """Raise RequestError for tokens that stand for images, audio or video: only text is computed."""
+    def _check_is_text(self, name: str, token_ids: list[int], *, with_images: bool = False) -> None:
+        """Raise RequestError for tokens that stand for images, audio or video which did not come."""
         if not self._placeholders or self._placeholders.keys().isdisjoint(token_ids):
             return
-        at = next(i for i, token_id in enumerate(token_ids) if token_id in self._placeholders)
+        known = self.images.known_ids if self.images is not None and with_images else frozenset[int]()
+        unknown = self._placeholders.keys() - known
+        at = next((i for i, token_id in enumerate(token_ids) if token_id in unknown), None)
+        if at is None:
+            return
         key = self._placeholders[token_ids[at]]
         shown_token = str(token_ids[at])
         if self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids[at : at + 1], skip_special_tokens=False)
             shown_token = f"{shown_token} {text!r}"
+        why = f"of {self.model_config.architecture} only the text part is loaded"
+        if self.images is not None:
+            why = "give images as multi_modal_data; audio and video are not supported"
         raise RequestError(
-            f"{name}[{at}] is {shown_token}, which stands for an image, audio or video ({key}); of "
-            f"{self.model_config.architecture} only the text part is loaded",
+            f"{name}[{at}] is {shown_token}, which stands for an image, audio or video ({key}); {why}",
             param=field_of(name),
         )
 

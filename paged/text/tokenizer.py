@@ -25,6 +25,11 @@ from .tokenizer_source import PROBE, is_panic
 if TYPE_CHECKING:
     from .marked_text import MarkedText
 
+# Tokens decoded before the first new one, so that it is spaced as it would be inside the text.
+CONTEXT_TOKENS = 5
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes in UTF-8
+REPLACEMENT = "\ufffd"
+
 
 class TokenBytes(dict[int, bytes]):
     """The bytes of each token id, looked up when first used."""

@@ -744,4 +744,7 @@ def test_a_name_that_is_spelt_alike_is_not_proposed(name):
     """It would read as if its weights could be loaded."""
     with pytest.raises(UnsupportedModelError) as error:
         from_hf({"architectures": [name], "model_type": "x"})
-    assert str(error.value) == f"architecture '{name}' is not supported; `paged models` lists those that are"
+    assert (
+        str(error.value)
+        == f"architecture '{name}' is not supported; `paged models --architectures` lists those that are"
+    )

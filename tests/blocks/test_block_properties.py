@@ -19,7 +19,7 @@ from paged.blocks.sequence import SequenceBlocks
 from tests.simulation import slot_value, weak_hash
 
 STEPS_PER_EXAMPLE = 50
-MIN_STEPS = 12_000  # of each machine
+MIN_STEPS = 6_000  # of each machine
 SETTINGS = settings(
     max_examples=MIN_STEPS // STEPS_PER_EXAMPLE + 40,  # some stop early
     stateful_step_count=STEPS_PER_EXAMPLE,

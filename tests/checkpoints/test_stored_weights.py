@@ -20,7 +20,8 @@ from paged.checkpoints.stored import Layout, StoredFormat, StoredPart, StoredRow
 from paged.model.layers.linear import Linear
 from paged.model.weights.choice import Forms
 from paged.model.weights.coded_forms import CodedProduct
-from paged.model.weights.forms import JoinedForm, PlainWeight, Role, WeightForm
+from paged.model.weights.forms import PlainWeight, Role, WeightForm
+from paged.model.weights.joined_form import JoinedForm
 from paged.model.weights.loading import Loader, check_weights
 from paged.model.weights.quantization import Int8Weight
 from paged.runner import load

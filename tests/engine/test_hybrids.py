@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3_5TextConfig
 
-from paged import BeamSearchParams, ConfigError, SamplingParams, UsageError
+from paged import BeamSearchParams, ConfigError, SamplingParams
 from paged.architectures.config import DEMO
 from paged.model.cache.states import runs_of
 from paged.runner.states import seats_in
@@ -182,16 +182,11 @@ def test_moves_are_divided_where_they_meet():
 
 def test_options_that_states_do_not_support_are_refused():
     directory = checkpoint("qwen3_5")
-    assert not new_engine(directory).block_manager.enable_prefix_caching
-    with pytest.raises(ConfigError, match=r"enable_prefix_caching True .* Qwen3_5ForCausalLM, whose layers"):
-        new_engine(directory, enable_prefix_caching=True)
     with pytest.raises(ConfigError, match=r"speculative_config is not supported for Qwen3_5ForCausalLM"):
         new_engine(directory, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     llama, speculation = checkpoint("llama"), {"model": str(directory), "num_speculative_tokens": 2}
     with pytest.raises(ConfigError, match="draft model is a Qwen3_5ForCausalLM, whose layers keep states"):
         new_engine(llama, speculative_config=speculation)
-    with pytest.raises(UsageError, match="there is no prefix cache: Qwen3_5ForCausalLM keeps states"):
-        new_engine(directory).pin_prefix(PROMPTS[0])
 
 
 def test_seats_have_room_for_their_states(caplog):
@@ -201,11 +196,11 @@ def test_seats_have_room_for_their_states(caplog):
     assert sizes.config.num_seats == 256
     assert sizes.state_bytes == 3 * (3 * 128 * 4 + 4 * 12 * 20 * 4)
     by_default = replace(sizes, config=replace(sizes.config, max_num_seqs=None))
-    fewer = seats_in(by_default, 40 * sizes.state_bytes)
-    assert fewer.config.num_seats == 10
-    room = 300 * sizes.state_bytes
+    fewer = seats_in(by_default, 80 * sizes.state_bytes)
+    assert fewer.config.num_seats == 10  # of two states each, as there is a prefix cache
+    room = 600 * sizes.state_bytes
     with (
-        mock.patch("paged.runner.memory.free_on_cpu", return_value=room / 0.4),
+        mock.patch("paged.runner.fit.free_on_cpu", return_value=room / 0.4),
         mock.patch("paged.runner.part_runner._require_room"),
     ):
         engine = new_engine(directory, num_blocks=None)

@@ -216,7 +216,7 @@ def test_bad_words_are_never_completed():
     words = [decode(free[5:6]), next(decode(w) for w in windows if w == encode(decode(w).lstrip()))]
     params = SamplingParams(**greedy, bad_words=words)
     banned = engine.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
-    spelled = engine.core.factory._token_rules(params).bad_words
+    spelled = engine.core.factory.token_rules(params).bad_words
 
     def found(token_ids):
         return {w for w in spelled for i in range(len(token_ids)) if tuple(token_ids[i : i + len(w)]) == w}

@@ -14,7 +14,7 @@ from paged.engine.request_factory import RequestSpec
 from paged.requests.request import RequestGroup
 from paged.server import frames
 from paged.server.engine_process import FrameOutbox
-from paged.text import outputs as module
+from paged.text import logprobs as module
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine
 
 PLACE = 4  # candidates of a place, by which a step may make more

@@ -8,7 +8,8 @@ import torch
 from paged import LLMEngine, SamplingParams
 from paged.checkpoints.stored import StoredRows
 from paged.model.layers.linear import Linear
-from paged.model.weights.forms import PackedWeight, PlainWeight, can_pack
+from paged.model.weights.forms import PlainWeight
+from paged.model.weights.onednn import PackedWeight, can_pack
 from tests.support.error_bounds import assert_product
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ import torch
 
 from paged import SamplingParams
 from paged.kernels.backend import load_kernels
-from paged.model.weights.forms import EachExpert, JoinedForm, PlainWeight
+from paged.model.weights.forms import EachExpert, PlainWeight
+from paged.model.weights.joined_form import JoinedForm
 from tests.support.checkpoints import Reference, checkpoint, new_engine, ragged_prompts
 from tests.support.quantised import (
     Sizes,

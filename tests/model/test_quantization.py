@@ -17,7 +17,8 @@ from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
 from paged.model.weights.choice import choose_forms
 from paged.model.weights.coded_panels import PANEL_FORMS
-from paged.model.weights.forms import JoinedForm, PlainWeight
+from paged.model.weights.forms import PlainWeight
+from paged.model.weights.joined_form import JoinedForm
 from paged.model.weights.loading import Loader
 from paged.model.weights.quantization import Int4Weight, Int8Weight, int4_codes
 from tests.support.checkpoints import assert_all_free, checkpoint, new_engine, ragged_prompts

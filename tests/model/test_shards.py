@@ -14,7 +14,8 @@ from paged.architectures.hf_config import read_config
 from paged.checkpoints.open_file import OpenFile
 from paged.kernels.panels import can_pair, pack, pack_bf12
 from paged.model.cache.shares import cut_blocks, join_blocks
-from paged.model.part import ModelPart, Shard, check_shards
+from paged.model.division import check_shards
+from paged.model.part import ModelPart, Shard
 from tests.checkpoints.test_quantised_checkpoints import MODELS
 from tests.support.checkpoints import (
     CONFIGS,

@@ -17,9 +17,16 @@ from paged.kernels.gpu.attention import paged_attention as triton_attention
 from paged.kernels.gpu.attention.config import INTERPRETED_SPLIT
 from paged.kernels.gpu.target import in_interpreter
 from tests.support.error_bounds import assert_exact_enough
-from tests.support.kernel_cases import DEVICE, attend, quantized, ragged_case, take_sequences
+from tests.support.kernel_cases import (
+    DEVICE,
+    attend,
+    last_keys_of,
+    quantized,
+    ragged_case,
+    take_sequences,
+)
 
-OPTIONS = ("window", "softcap", "sinks", "int8", "fp8", "mla")
+OPTIONS = ("window", "softcap", "sinks", "int8", "fp8", "mla", "last_keys")
 PAIRS = [pair for pair in combinations(OPTIONS, 2) if pair != ("int8", "fp8")]  # a cache has one dtype
 # Around the edges of a tile (16), a Q-block (8 with two heads a group) and a split (64).
 SEQ_LENS = [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 47, 63, 64, 65]
@@ -45,6 +52,8 @@ def with_options(chosen, seq_lens, query_lens, generator, **shape):
         case["softcap"] = 1.5
     if "sinks" in chosen:
         case["sinks"] = torch.randn(num_heads, device=DEVICE)
+    if "last_keys" in chosen:
+        case["last_keys"] = last_keys_of(seq_lens, query_lens, generator)
     if generator.random() < 0.5:
         group = num_heads // shape.get("num_kv_heads", 2)
         # The rows that every target's tiles have for such heads.
@@ -155,6 +164,8 @@ def test_torch_backend_takes_every_option(chosen, dtype):
     ("change", "message"),
     [
         ({"sinks": torch.ones(3)}, r"sinks must have shape \[4\], got \[3\]"),
+        ({"last_keys": torch.ones(3).int()}, r"last_keys must have shape \[2\], got \[3\]"),
+        ({"last_keys": torch.ones(2)}, r"last_keys must be torch.int32, got torch.float32"),
         ({"softcap": -1.0}, "softcap must be greater than 0, got -1.0"),
         ({"key_scales": torch.ones(1)}, "key_scales belong to a quantised cache; this one is torch.float32"),
         ({"max_decode_q": 33}, "max_decode_q must be between 1 and (8|32), got 33"),
@@ -197,6 +208,8 @@ def test_fp8_is_refused_where_there_is_none(monkeypatch, target):
         ({"cu_seqlens_q": [0, 3]}, r"cu_seqlens_q must rise from 0 to at most 2, got \[0, 3\]"),
         ({"max_seqlen_q": 1}, "max_seqlen_q is 1, and sequence 0 has 2 new tokens"),
         ({"min_seqlen_q": 3, "max_seqlen_q": 3}, "min_seqlen_q is 3, and sequence 0 has 2 new tokens"),
+        ({"last_keys": [17, 19]}, "last_keys of position 18 of sequence 0 must be from 18 to 19, got 17"),
+        ({"last_keys": [19, 20]}, "last_keys of position 19 of sequence 0 must be from 19 to 19, got 20"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from paged.kernels import reference
-from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.backend import load_kernels
 from paged.kernels.gpu import target
+from paged.kernels.operations import Kernels
 from tests.support.checkpoints import checkpoint, new_engine
 
 # Those of `Kernels` that the reference defines, in its order.
@@ -129,7 +130,8 @@ def test_torch_backend_needs_no_triton():
     script = """
         import sys
         sys.modules["triton"] = None  # as if it were not installed
-        from paged.kernels.backend import Kernels, load_kernels
+        from paged.kernels.backend import load_kernels
+        from paged.kernels.operations import Kernels
         load_kernels("torch")
         try:
             load_kernels("triton")

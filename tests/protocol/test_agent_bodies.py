@@ -28,9 +28,9 @@ WRONG = [
     (RESPONSES, {"input": []}, "input", "empty"),
     (
         RESPONSES,
-        {"input": [{**USER, "content": [{"type": "input_image"}]}]},
+        {"input": [{**USER, "content": [{"type": "input_file"}]}]},
         "input[0].content[0]",
-        "input_image",
+        "input_text, input_image, output_text, refusal",
     ),
     (RESPONSES, {"input": [{**USER, "mood": 1}]}, "input[0].mood", "unknown argument"),
     (RESPONSES, {"inputs": 1}, "inputs", "did you mean 'input'"),
@@ -87,7 +87,7 @@ WRONG = [
         MESSAGES,
         {"messages": [{"role": "user", "content": [USE]}]},
         "messages[0].content[0]",
-        "text, tool_result",
+        "text, image, tool_result",
     ),
     (
         MESSAGES,

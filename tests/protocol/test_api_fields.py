@@ -14,6 +14,8 @@ from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
+from paged.protocol.llamacpp.fill import FAMILIES
+from paged.protocol.ollama.calls import CopyCall, NamedCall
 from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE, RESPONSES, changes, page
 
 FORMAT = ChatFormat.of(tool_call_parser="hermes", reasoning_parser="think", enable_auto_tool_choice=True)
@@ -24,6 +26,7 @@ SHOWING = replace(
     chat_template="{{ messages }}{{ reasoning_effort }}{{ enable_thinking }}{{ a }}",
     max_model_len=2048,
 )
+OF_SHOWING = (RESPONSES, MESSAGES, COUNT, "/api/chat", "/api/generate", "/api/embed")
 PLACES = [{5: Logprob(-1.0, 2, "a"), 6: Logprob(-0.5, 1, "b")}]
 ROWS = [(url, field) for url, call in ENDPOINTS.items() for field in call.table.fields]
 
@@ -43,6 +46,8 @@ class Spelled:
             text.model_config,
         )
         self.tokenizer = self
+        self.special_ids = dict.fromkeys(FAMILIES[0], 0)
+        self.added_texts = frozenset()
 
     def encode(self, prompt, **options):
         return [*map(ord, f"{prompt}{options}")]
@@ -60,12 +65,14 @@ class Spelled:
 def outcome(url, body, text):
     """Return what a body asks of the engine, and what becomes of an output; or why it is refused."""
     try:
-        call = parse_call(url, body, SHOWING if url in (RESPONSES, MESSAGES, COUNT) else TRUSTING)
+        call = parse_call(url, body, SHOWING if url in OF_SHOWING else TRUSTING)
         private = {"values", "limits", "sampling", "form_fields", "conversation", "listed"}
         asked = {name: v for name, v in vars(call).items() if name not in private and name[0] != "_"}
+        if isinstance(call, NamedCall | CopyCall):
+            return call.values
         if isinstance(call, TextCall):
             return asked, call.answer(Spelled(text), 2048)
-        asked["prompts"] = call.prompts(text)
+        asked["prompts"] = call.prompts(Spelled(text) if url == "/infill" else text)
         if isinstance(call, EmbeddingCall):
             return asked, call._vector(EMBEDDED)
         if isinstance(call, GenerationCall):

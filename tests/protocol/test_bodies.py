@@ -120,8 +120,8 @@ WRONG = [
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content",
-        "messages[0].content[0] is of type 'image_url'; only parts of type 'text' are supported",
+        "messages[0].content[0].image_url.url",
+        "messages[0].content[0].image_url.url must be a data: URL with the image in base64, got 'x'; nothing",
     ),
     (
         CHAT,

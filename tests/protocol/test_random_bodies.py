@@ -10,6 +10,7 @@ from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.endpoints import parse_call
 from paged.protocol.limits import Limits
+from paged.protocol.ollama.calls import CopyCall, NamedCall
 from tests.support.random_bodies import random_body
 
 FORMATS = [
@@ -27,7 +28,7 @@ def test_random_bodies_are_parsed_or_refused(text):
             call = parse_call(url, parse_json(json.dumps(body)), limits)
             if isinstance(call, TextCall):
                 call.answer(text, 2048)
-            else:
+            elif not isinstance(call, NamedCall | CopyCall):  # which name a model alone
                 call.prompts(text)
             if isinstance(call, GenerationCall):
                 call.params(text)

@@ -31,6 +31,8 @@ ENGINE = {
     "gpu_memory_utilization": 0.5,
     "cpu_memory_utilization": 0.5,
     "enable_prefix_caching": False,
+    "state_snapshots": 5,
+    "state_interval": 64,
     "scheduling_policy": "priority",
     "tenant_weights": {},
     "long_prefill_token_threshold": 5,
@@ -53,6 +55,10 @@ ENGINE = {
     "speculative_config": {"method": "ngram"},
     "seed": 3,
     "skip_tokenizer_init": True,
+    "language_model_only": True,
+    "limit_mm_per_prompt": {"image": 2},
+    "mm_processor_kwargs": {"size": {"longest_edge": 99}},
+    "mm_processor_cache_gb": 1.0,
 }
 SAMPLING = {
     "temperature": 0.5,
@@ -82,7 +88,7 @@ def test_every_option_is_compared_or_changes_no_result(begun):
     assert ENGINE.keys() - WITHOUT_EFFECT == {
         *("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "max_model_len"),
         *("dtype", "quantization", "kv_cache_dtype", "device", "attention_backend", "deterministic"),
-        *("seed", "skip_tokenizer_init"),
+        *("seed", "skip_tokenizer_init", "mm_processor_kwargs"),
     }
     assert ENGINE.keys() | {field.name for field in fields(SamplingParams)} > WITHOUT_EFFECT
     stages = {"pipeline_parallel_size": ENGINE["pipeline_parallel_size"]}  # which pipeline_layers is about

@@ -13,8 +13,8 @@ from paged.architectures.config import DEMO
 from paged.protocol.answers.chunks import Head
 from paged.protocol.answers.completions import CompletionChunks, CompletionForm, Echo, completion_body
 from paged.protocol.answers.places import Decoding, chat_places
-from paged.text.detokenizer import REPLACEMENT, Detokenizer
-from paged.text.tokenizer import Tokenizer
+from paged.text.detokenizer import Detokenizer
+from paged.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.support.random_requests import joined
 from tests.text.test_tokenizer import TEXTS, sentencepiece
 

@@ -13,7 +13,7 @@ import torch
 from paged import EngineDeadError, LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, PagedError
 from paged.engine import prefixes
-from paged.model.part import check_shards
+from paged.model.division import check_shards
 from paged.ranks.driver import DriverRunner
 from paged.ranks.layout import RankLayout
 from paged.runner.model_runner import ModelRunner
@@ -244,6 +244,41 @@ def test_a_saved_prefix_loads_at_any_size(tmp_path):
     (output,) = plain.generate([LONG], greedy(4), use_tqdm=False)
     assert output.num_cached_tokens > 16
     assert [output.outputs[0].token_ids] == tokens
+
+
+@pytest.mark.parametrize(
+    ("model", "num_stages", "num_shards"), [("qwen3_5", 2, 2), ("lfm2", 3, 1), ("lfm2", 1, 2)], ids=str
+)
+def test_snapshots_of_states_are_those_of_one_process(model, num_stages, num_shards, tmp_path):
+    """Ranks keep them alike, and files have the states of the whole model."""
+    options = {"block_size": 8, "max_num_seqs": 4, "state_snapshots": 16}
+    later = [[*LONG[:30], 5, i] for i in range(3)]
+    plain = new_engine(model, enable_prefix_caching=False)
+    expected = generated(plain, [LONG, *later], greedy(9))
+    saving = new_engine(model, **options)
+    generated(saving, [LONG], greedy(9))
+    saving.save_prefix(tmp_path / "one")
+    with ranked_engines(num_stages, num_shards):
+        ranked = new_engine(model, **options)
+        assert ranked.load_prefix(tmp_path / "one") == 5
+        outputs = [ranked.generate([prompt], greedy(9), use_tqdm=False)[0] for prompt in (LONG, *later)]
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == [32, 0, 24, 24]
+        for i, prompt in enumerate(later):  # their last steps may be in flight
+            ranked.add_request(str(i), prompt, greedy(9))
+        while len(ranked.unfinished()) == len(later):
+            ranked.step()
+        ranked.save_prefix(tmp_path / "ranked")
+        while ranked.has_unfinished_requests():
+            ranked.step()
+        assert_all_free(ranked)
+    one, several = (prefixes._read(tmp_path / name)[0] for name in ("one", "ranked"))
+    assert one.keys() == several.keys()
+    other = new_engine(model, **options)
+    other.load_prefix(tmp_path / "ranked")
+    outputs = other.generate([LONG, *later], greedy(9), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [32, 24, 24, 24]
 
 
 def test_a_prefix_is_saved_while_steps_are_in_flight(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from paged import ConfigError, LLMEngine
 from paged.model.batch import Batch
 from paged.options.config import EngineConfig
-from paged.runner.memory import kv_bytes_on_cpu, kv_bytes_on_gpu, measure_peak_bytes
+from paged.runner.fit import kv_bytes_on_cpu, kv_bytes_on_gpu, measure_peak_bytes
 from tests.support.checkpoints import checkpoint, new_engine
 
 GIB = 2**30
@@ -71,13 +71,13 @@ def test_cpu_takes_the_stated_share_of_free_memory():
 
 
 def test_error_when_not_one_block_fits(monkeypatch):
-    monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 1000)
+    monkeypatch.setattr("paged.runner.fit.kv_bytes_on_cpu", lambda _: 1000)
     with pytest.raises(ConfigError, match="cpu_memory_utilization"):
         LLMEngine("demo", skip_tokenizer_init=True)
 
 
 def test_error_when_not_one_block_of_each_layer_group_fits(monkeypatch):
     """Gemma 3's five groups of one layer, each with blocks of 4 KiB."""
-    monkeypatch.setattr("paged.runner.memory.kv_bytes_on_cpu", lambda _: 4 * 4096)
+    monkeypatch.setattr("paged.runner.fit.kv_bytes_on_cpu", lambda _: 4 * 4096)
     with pytest.raises(ConfigError, match=r"a block in each layer group takes 0\.02 MiB"):
         new_engine(checkpoint("gemma3"), num_blocks=None)

@@ -14,7 +14,8 @@ from paged import ConfigError, EngineConfig
 from paged.architectures.spec import KVShape
 from paged.kernels.gpu.attention.config import choose_config
 from paged.kernels.gpu.attention.descriptors import loads_by_descriptors
-from paged.runner.sizes import Sizes, draft_sizes
+from paged.runner.draft_sizes import draft_sizes
+from paged.runner.sizes import Sizes
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
 from tests.support.checkpoints import checkpoint, edit_json, new_engine

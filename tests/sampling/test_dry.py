@@ -18,6 +18,7 @@ from paged import SamplingParams
 from paged.base.errors import RequestError
 from paged.requests.request import Request, RequestInputs
 from paged.requests.token_rules import TokenRules
+from paged.requests.tokenized_rules import tokenized
 from paged.sampling.dry import DryHistory
 from paged.text.tokenizer import Tokenizer
 
@@ -306,7 +307,7 @@ def tokenizer():
 
 
 def rules_of(tokenizer: Tokenizer, bad_words: Any = (), breakers: Any = ()) -> TokenRules:
-    return TokenRules.of(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
+    return tokenized(bad_words, breakers, tokenizer.encode_bare, lambda: tokenizer.token_texts)
 
 
 def test_token_texts_are_what_tokens_append(tokenizer):
@@ -376,7 +377,7 @@ class CountedText(str):
 def test_many_long_breakers_are_compiled_in_linear_time():
     texts = [CountedText(chr(97 + i % 26) * (1 + i % 5)) for i in range(2000)]
     breakers = [chr(97 + i % 26) + "xyz"[i % 3] * 39 for i in range(64)]
-    TokenRules.of((), breakers, lambda text: [ord(c) for c in text], lambda: texts)
+    tokenized((), breakers, lambda text: [ord(c) for c in text], lambda: texts)
     assert CountedText.looks < 20 * len(texts)
 
 
@@ -386,6 +387,6 @@ def test_strings_that_cannot_be_tokens_are_refused(tokenizer):
     with pytest.raises(RequestError, match="at most 64 strings of at most 40 characters, got 65"):
         rules_of(tokenizer, breakers=[chr(97 + i % 26) * (1 + i // 26) for i in range(65)])
     with pytest.raises(RequestError, match="bad_words need the tokenizer"):
-        TokenRules.of(["a"], (), None, list)
+        tokenized(["a"], (), None, list)
     with pytest.raises(RequestError, match="pass dry_sequence_breakers="):
-        TokenRules.of((), ["a"], None, list)
+        tokenized((), ["a"], None, list)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paged import RequestError, RequestOutput, SamplingParams
 from paged.device.transfers import Transfers
-from paged.kernels.backend import Kernels, load_kernels
+from paged.kernels.backend import load_kernels
+from paged.kernels.operations import Kernels
 from paged.kernels.reference import token_logprobs as by_sorting
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request

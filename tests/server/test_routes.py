@@ -32,7 +32,7 @@ def test_each_route_is_answered_described_and_has_a_label():
         assert ("401" in operation["responses"]) == route.needs_key
         assert ("requestBody" in operation) == (route.call is not None)
     assert {route.path for route in ROUTES if not route.needs_key} == {
-        *("/health", "/ready", "/version", "/metrics", "/openapi.json"),
+        *("/health", "/ready", "/version", "/api/version", "/metrics", "/openapi.json"),
         *(endpoint.path for endpoint in PAGE_FILES),
     }
 

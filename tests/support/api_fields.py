@@ -30,6 +30,7 @@ from paged.protocol.fields.sampling import (
 )
 from paged.protocol.fields.tools import ALLOWED_TABLE, CHOICE_TABLES, FUNCTION_TABLE, TOOL_TABLE
 from paged.protocol.messages import fields as message_fields
+from paged.protocol.ollama import fields as ollama_fields
 from paged.protocol.responses import fields as response_fields
 from paged.text.prompt_parser import MAX_CONTINUED_TOKENS
 
@@ -37,6 +38,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api-fields.md"
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 SCORE, GENERATE = "/v1/score", "/generate"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 HELLO = [{"role": "user", "content": "def f(x):"}]
 # A valid body of each endpoint.
 BODIES: dict[str, dict[str, Any]] = {
@@ -49,9 +51,20 @@ BODIES: dict[str, dict[str, Any]] = {
     SCORE: {"prompt": "x", "continuations": ["y", "z"]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
+    "/completion": {"prompt": "x"},
+    "/infill": {"input_prefix": "x"},
+    "/apply-template": {"messages": HELLO},
+    OLLAMA_CHAT: {"model": "m", "messages": HELLO},
+    OLLAMA_GENERATE: {"model": "m", "prompt": "x"},
+    "/api/embed": {"model": "m", "input": "x"},
+    "/api/embeddings": {"model": "m", "prompt": "x"},
+    "/api/show": {"model": "m"},
+    "/api/pull": {"model": "owner/name"},
+    "/api/copy": {"source": "m", "destination": "n"},
     GENERATE: {"prompts": ["x"]},
     "/generate/batch": {"prompts": ["x"]},
 }
+OF_OLLAMA = [url for url in BODIES if url.startswith("/api/") and "model" in BODIES[url]]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 RESPONSE_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
 MESSAGE_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
@@ -61,6 +74,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model": ("m", {}),
     "user": ("u", {}),
     "request_id": ("r", {}),
+    "keep_alive": ("5m", {}),
     "n": (2, {}),
     "best_of": (2, {}),
     "temperature": (0.5, {}),
@@ -143,6 +157,23 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop_sequences": (["a"], {}),
     "thinking": ({"type": "disabled"}, {}),
     "output_config": ({"effort": "low"}, {}),
+    "options": ({"num_predict": 5}, {}),
+    "format": ("json", {}),
+    "think": (False, {}),
+    "raw": (True, {}),
+    "n_predict": (5, {}),
+    "repeat_penalty": (1.5, {}),
+    "repeat_last_n": (0, {"repeat_penalty": 1.5}),
+    "grammar": ('root ::= "a"', {}),
+    "json_schema": ({"type": "object"}, {}),
+    "n_probs": (2, {}),
+    "input_prefix": ("y", {}),
+    "input_suffix": ("y", {}),
+    "input_extra": ([{"text": "y"}], {}),
+    "name": ("n", {}),
+    "truncate": (False, {}),
+    "source": ("n", {}),
+    "destination": ("o", {}),
 }
 # The same where a body has another form of the field.
 OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
@@ -158,6 +189,9 @@ OWN_CHANGES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     **{(url, "tools"): (MESSAGE_TOOLS, {}) for url in (MESSAGES, COUNT)},
     **{(url, "tool_choice"): ({"type": "none"}, {"tools": MESSAGE_TOOLS}) for url in (MESSAGES, COUNT)},
     (MESSAGES, "metadata"): ({"user_id": "u"}, {}),
+    **{(url, "stream"): (False, {}) for url in (OLLAMA_CHAT, OLLAMA_GENERATE, "/api/pull")},
+    **{(url, "model"): ("n", {}) for url in OF_OLLAMA},
+    ("/api/embed", "truncate"): (False, {"input": "x" * 3000}),
 }
 # Other bodies that are valid, for fields that those in BODIES do not take.
 OTHER_BODIES: dict[str, dict[str, Any]] = {GENERATE: {"prompt": "x"}, "/tokenize": {"messages": HELLO}}
@@ -225,6 +259,8 @@ NESTED: dict[str, FieldTable] = {
     "`tool_choice` of type tool (/v1/messages)": message_fields.TOOL_CHOICES["tool"],
     "`thinking` of type enabled (/v1/messages)": message_fields.THINKING_KINDS["enabled"],
     "`output_config` (/v1/messages)": message_fields.OUTPUT_TABLE,
+    "`options` (/api/chat and /api/generate)": ollama_fields.OPTIONS,
+    "A message (/api/chat)": ollama_fields.MESSAGE,
 }
 _INTRO = f"""# Fields of request bodies
 

@@ -1,5 +1,6 @@
 """Inputs for the kernel tests, made to expose errors: NaN in slots that no token owns, shuffled blocks."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -77,6 +78,19 @@ def ragged_case(
     }
 
 
+def last_keys_of(seq_lens: Sequence[int], query_lens: Sequence[int], generator: random.Random) -> Tensor:
+    """Divide each sequence's new tokens into texts, and spans whose tokens see each other."""
+    last_keys = list[int]()
+    for seq_len, query_len in zip(seq_lens, query_lens, strict=True):
+        first = seq_len - query_len
+        while first < seq_len:
+            end = min(seq_len, first + generator.choice([1, 2, 5, 9, 17, 40]))
+            is_span = generator.random() < 0.6
+            last_keys += [end - 1] * (end - first) if is_span else range(first, end)
+            first = end
+    return torch.tensor(last_keys, dtype=torch.int32, device=DEVICE)
+
+
 def attend(paged_attention: Callable[..., Tensor], plan: AttentionPlan | None = None, **case: Any) -> Tensor:
     """Call a backend's paged_attention on a case, whose options become one value."""
     return paged_attention(*inputs_of(case), plan)
@@ -117,9 +131,13 @@ def cu_seqlens(query_lens: Sequence[int]) -> Tensor:
 def take_sequences(case: dict[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
     """Return the case with the sequences `chosen` only, in that order."""
     bounds = case["cu_seqlens_q"].tolist()
+    last_keys = case.get("last_keys")
+    if last_keys is not None:
+        last_keys = torch.cat([last_keys[bounds[i] : bounds[i + 1]] for i in chosen])
     return {
         **case,
         "query": torch.cat([case["query"][bounds[i] : bounds[i + 1]] for i in chosen]),
+        "last_keys": last_keys,
         "block_tables": case["block_tables"][list(chosen)],
         "seq_lens": case["seq_lens"][list(chosen)],
         "cu_seqlens_q": cu_seqlens([bounds[i + 1] - bounds[i] for i in chosen]),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from paged.kernels.attention_options import AttentionOptions
-from paged.kernels.backend import Kernels
 from paged.kernels.checks import QUANTIZED_DTYPES
 from paged.kernels.codes import (
     PackedCodes,
@@ -23,6 +22,7 @@ from paged.kernels.gpu.sampling.penalties import apply_penalties
 from paged.kernels.gpu.sampling.sample_tokens import sample_tokens
 from paged.kernels.gpu.sampling.take_parameters import take_parameters
 from paged.kernels.gpu.unpack_step import unpack_step
+from paged.kernels.operations import Kernels
 from paged.kernels.routing import RoutingOptions
 from paged.kernels.seats import NUM_COLUMNS, NUM_PARAMETER_WORDS, NUM_TOKEN_COLUMNS, StepTensors
 from tests.support.absent_gpu import TARGETS

@@ -139,6 +139,10 @@ class ThreadTransport:
         """Return the least that a rank has."""
         return self.world.least([num_seats], "seats")[0]
 
+    def least_snapshots(self, num_snapshots: int) -> int:
+        """Return the least that a rank has."""
+        return self.world.least([num_snapshots], "snapshots")[0]
+
 
 @contextmanager
 def ranked_engines(num_stages: int, num_shards: int = 1, **world: Any) -> Iterator[list[World]]:

@@ -16,7 +16,12 @@ from tests.support.mutations import damage_bytes, damage_value, dumps
 JSON = "application/json"
 MOST_BYTES = 2**21  # twice what the server takes
 # Bodies that are valid by themselves. Few tokens are generated.
-VALID: dict[str, list[dict[str, Any]]] = {url: [body] for url, body in BODIES.items()}
+# Models are not changed by clients of the servers that get them.
+VALID: dict[str, list[dict[str, Any]]] = {
+    url: [{**body, "model": "demo"} if url.startswith("/api/") else body]
+    for url, body in BODIES.items()
+    if url not in ("/api/pull", "/api/copy")
+}
 VALID[CHAT] += ASSISTANT_BODIES.values()
 VALID["/tokenize"] += [{"messages": BODIES[CHAT]["messages"], "tools": TOOLS}]
 # Fields that readers may act on, with values that lead them astray. Those of other bodies are unknown there.
@@ -131,6 +136,10 @@ def valid_body(choose: random.Random, url: str) -> dict[str, Any]:
     for name in ("max_tokens", "max_output_tokens"):
         if honours(table, name):
             body[name] = choose.randint(1, 6)
+    if honours(table, "n_predict"):
+        body["n_predict"] = choose.randint(1, 6)
+    if honours(table, "options"):
+        body["options"] = {"num_predict": choose.randint(1, 6)}
     if honours(table, "stream") and choose.random() < 0.5:
         body["stream"] = True
     return body

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from paged.kernels import reference
 from paged.kernels.attention_options import AttentionOptions
-from paged.kernels.backend import BackendName, Kernels, load_kernels
+from paged.kernels.backend import BackendName, load_kernels
+from paged.kernels.operations import Kernels
 from paged.kernels.routing import ExpertRows, RoutingOptions
 from tests.support.coded_weights import CODES, random_coded
-from tests.support.kernel_cases import quantized, ragged_case
+from tests.support.kernel_cases import last_keys_of, quantized, ragged_case
 
 TENSORS_OF_ATTENTION = (
     "query", "key_cache", "value_cache", "block_tables", "seq_lens", "cu_seqlens_q",
@@ -400,7 +401,7 @@ def _copy_blocks(kernels: Kernels, generator: random.Random) -> Call:
 
 def _attention(kernels: Kernels, generator: random.Random) -> Call:
     seq_lens = [generator.randint(1, 40) for _ in range(generator.randint(1, 3))]
-    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special"])
+    kind = generator.choice(["plain", "window", "mla", "int8", "fp8", "special", "spans"])
     query_lens = [generator.randint(0, min(n, 5)) for n in seq_lens]
     num_kv_heads = generator.randint(1, 2)
     case = ragged_case(
@@ -420,10 +421,12 @@ def _attention(kernels: Kernels, generator: random.Random) -> Call:
         case = quantized(case, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     elif kind == "special":
         case |= {"softcap": 5.0, "sinks": torch.randn(num_heads)}
+    elif kind == "spans":
+        case["last_keys"] = last_keys_of(seq_lens, query_lens, generator)
     name = generator.choice(["paged_attention", "plan_attention", "planned"])
     launch = {"plan_attention": _plan, "paged_attention": _attend, "planned": _attend_by_plan}[name]
     expected = None if name == "plan_attention" else _expected_attention
-    optional = ("sinks", "softcap", "sliding_window")
+    optional = ("sinks", "softcap", "sliding_window", "last_keys")
     call = Call(name, lambda **given: launch(kernels, given), case, optional=optional, expected=expected)
     if name == "planned":
         case["plan"] = _plan(kernels, case)

@@ -29,6 +29,7 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+QWEN3_5 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"^\s\p{L}", r"^\s\p{L}\p{M}")
 NUM_TEXTS = 2000
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 
@@ -89,7 +90,9 @@ def split_by(expression: str) -> list[Any]:
 
 BYTE_LEVEL = {
     "llama-bpe": (split_by(LLAMA3), None),
+    "lfm2": (split_by(LLAMA3), None),
     "qwen2": (split_by(QWEN2), normalizers.NFC()),
+    "qwen35": (split_by(QWEN3_5), normalizers.NFC()),
     "gpt-2": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], None),
     "mpt": ([pre_tokenizers.ByteLevel(add_prefix_space=False)], normalizers.NFC()),
     "smollm": (

@@ -354,4 +354,4 @@ def test_every_log_probability_is_added_up_once(tokenizer):
         assert completion.cumulative_logprob == -n * (n + 1) / 2
         assert [entry.logprob for place in completion.logprobs for entry in place.values()] == [-n]
     assert logprobs.num_taken == 1000  # each for the sum, and for the output that shows it
-    assert outputs._progress[request]._logprobs == []  # what a delta has shown is not kept
+    assert outputs._progress[request].logprobs._readable == []  # what a delta has shown is not kept

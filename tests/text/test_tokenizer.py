@@ -19,9 +19,9 @@ from paged.base.errors import CheckpointError, RequestError
 from paged.options.sampling_params import SamplingParams
 from paged.requests.prompt_report import TokenLogprobs
 from paged.requests.request import Request, RequestGroup, RequestInputs
-from paged.text.detokenizer import REPLACEMENT, Detokenizer
+from paged.text.detokenizer import Detokenizer
 from paged.text.outputs import OutputProcessor
-from paged.text.tokenizer import Tokenizer
+from paged.text.tokenizer import REPLACEMENT, Tokenizer
 
 TEXTS = [
     "naïve 日本語 🙂",

@@ -45,6 +45,7 @@ _ADDRESSES = (
     "sinks",  # this and the following are 0 where not given
     "key_scales",
     "value_scales",
+    "last_keys",
 )
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "block_size", "window")
 _KINDS = ("query_kind", "cache_kind", "tiles")  # tiles: whether AMX may be used
@@ -208,6 +209,7 @@ def paged_attention(
         sinks=options.sinks,
         key_scales=options.key_scales,
         value_scales=options.value_scales,
+        last_keys=options.last_keys,
         **plan.constants,
         scratch_size=plan.scratch_size,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import carray, cfunc
 
-from ..launch import code_cache
+from ..launch.compiled_files import keep
 from ..launch.tasks import NEXT_THREAD, NEXT_UNIT, Task
 from ..target import writable_directory
 from ..variants import compiled_name
@@ -80,5 +80,5 @@ def compile_kernel(name: str) -> tuple[str, bytes]:
         import_module(f"{__package__}.{name.rpartition('.')[0]}")
     compiled = cfunc("void(voidptr)", pipeline_class=KernelCompiler)(KERNELS[name])
     code = compiled.native_name, compiled._library._get_compiled_object()
-    code_cache.keep(compiled_name(name), code)
+    keep(compiled_name(name), code)
     return code

@@ -10,10 +10,8 @@ A process claims a kernel before it compiles it. The others go on to kernels tha
 the file of this one later.
 """
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,13 +22,9 @@ from ..target import (
     cached_file,
     directories,
     is_trusted,
-    writable_directory,
-    write_cached,
 )
 
-_DIGEST_BYTES = 32
-# Of a kernel, how many files from other sources are kept: copies of the project may share a directory.
-_MOST_OTHERS = 3
+DIGEST_BYTES = 32
 # All kernels, and the seconds that each took on one core of Zen 4. Those of AMX are compiled where it is.
 SECONDS = {
     "attention.kernel.attend": 14.7,
@@ -100,7 +94,7 @@ def _source() -> bytes:
 _SOURCE = sha256(_source()).hexdigest()[:16]
 
 
-def _file_name(name: str, source: str = _SOURCE) -> str:
+def file_name(name: str, source: str = _SOURCE) -> str:
     return f"{name}-{TARGET.setting}-{source}.o"
 
 
@@ -108,72 +102,19 @@ def directory_of(name: str) -> Path | None:
     """Return the cache directory with a file for this kernel; None if there is none. `find` checks it."""
     for place in directories():
         with suppress(OSError):
-            if is_trusted(place, (place / _file_name(name)).stat()):
+            if is_trusted(place, (place / file_name(name)).stat()):
                 return place
     return None
 
 
 def find(name: str) -> tuple[str, bytes] | None:
     """Return the symbol of a kernel and its object code; None if they are not in the cache."""
-    found = cached_file(_file_name(name)) or b""
-    digest, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
+    found = cached_file(file_name(name)) or b""
+    digest, data = found[:DIGEST_BYTES], found[DIGEST_BYTES:]
     if sha256(data).digest() != digest:
         return None
     symbol, _, code = data.partition(b"\0")
     return symbol.decode(), code
-
-
-def keep(name: str, code: tuple[str, bytes]) -> None:
-    """Write a kernel to the cache, and delete old files from other sources. Raises ImportError."""
-    data = code[0].encode() + b"\0" + code[1]
-    place = writable_directory()
-    try:
-        write_cached(place, _file_name(name), sha256(data).digest() + data)
-        files = sorted(place.glob(_file_name(name, "*")), key=_age)
-        for old in files[1 + _MOST_OTHERS :]:
-            old.unlink(missing_ok=True)
-    except OSError as error:
-        raise ImportError(f"compiled kernels cannot be kept in {place}: {error.strerror}") from error
-
-
-def _age(file: Path) -> float:
-    """Return a number that is larger for older files."""
-    try:
-        return -file.stat().st_mtime
-    except OSError:  # another process has deleted it
-        return 0.0
-
-
-@contextmanager
-def claimed(name: str) -> Iterator[bool]:
-    """Try to claim a kernel for compilation. Yield whether this process got the claim.
-
-    The system releases the claim when the process ends in any way.
-    """
-    file = writable_directory() / f"{name}-{TARGET.setting}.lock"
-    with file.open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:  # a file system without locks: at worst some kernels are compiled twice
-            yield True
-            return
-        if not _is_at(file, lock.fileno()):  # deleted between opening and locking it, so others cannot see it
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            file.unlink(missing_ok=True)
-
-
-def _is_at(file: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def variant(kernel: str, kinds: Iterable[int] | None) -> str:
@@ -194,7 +135,7 @@ def holder_of(name: str) -> str | None:
         return kernel
     if kinds is None:
         return None
-    end = _file_name("")
+    end = file_name("")
     for place in directories():
         for file in sorted(place.glob(f"{kernel}+*{end}")):
             other = file.name.removesuffix(end)

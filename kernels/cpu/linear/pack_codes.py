@@ -15,19 +15,16 @@ from ...checks import (
     is_trusted,
 )
 from ...half_bytes import HalfBytes
+from ..factor_heads import FACTORS_AT, TABLE_AT, group_of, head_of
 from ..formats import (
     CODES4,
     CODES4_PAIRS,
     E4M3_UNIT,
-    FACTORS_AT,
     KINDS,
     LEAST_GROUP,
     NONE,
     PANEL,
-    TABLE_AT,
     TABLE_SIZE,
-    group_of,
-    head_of,
 )
 from ..launch.huge_pages import in_huge_pages
 from ..launch.tasks import Task

@@ -29,7 +29,6 @@ from ..formats import (
     CODES8_PAIRS,
     E4M3,
     E4M3_PAIRS,
-    FACTORS_AT,
     FLOAT16,
     FLOAT32,
     FORMATS,
@@ -38,10 +37,7 @@ from ..formats import (
     INT8_PAIRS,
     PANEL,
     PART_STEPS,
-    TABLE_AT,
     TABLE_BYTES,
-    FactorHead,
-    is_valid_head,
 )
 from ..target import HAS_DOT, LANES
 
@@ -211,6 +207,8 @@ def check_panels(panels: Panels) -> None:
 
 def _check_factors(panels: Panels) -> None:
     """Raise ValueError unless the factors' head fits the panels: the kernels go by it."""
+    from ..factor_heads import FACTORS_AT, TABLE_AT, FactorHead, is_valid_head
+
     factors = panels.scales
     check_shape("panels.scales", factors, (None,))
     is_right = len(factors) >= FACTORS_AT

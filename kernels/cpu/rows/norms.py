@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with the addition to the residual stream before or after them."""
+"""RMSNorm, with the addition to the residual stream before or after it."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ...checked import checked
 from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
-from .row_kernels import has_regular_rows, in_torch, padded_width, units_of_rows
+from .row_kernels import has_regular_rows, in_torch, padded_rows, units_of_rows
 
 RMS_NORM = Task(
     "rows.rms_norm.rms_norm",
@@ -35,35 +35,14 @@ def rms_norm(
     """Return the RMS norm of x, or of residual += x if a residual is given; see `reference.rms_norm`.
 
     If x has two dimensions, many rows, and rows whose size is a multiple of a memory page, the output's rows
-    are padded (see `padded_width`), so the output is not contiguous.
+    are padded (see `padded_rows`), so the output is not contiguous.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not (has_regular_rows(rows) and are_contiguous(weight, residual)):
         return rms_norm_by_torch(x, weight, eps, residual, unit_offset=unit_offset)
-    num_rows, size = rows.shape
-    width = padded_width(num_rows, size, x.itemsize) if x.dim() == 2 else size
-    out = x.new_empty(num_rows, width)[:, :size].view(x.shape)
-    num_units, per_unit = units_of_rows(num_rows, size)
-    RMS_NORM.run(
-        num_units,
-        x=rows,
-        weight=weight,
-        residual=residual,
-        out=out,
-        kind=KINDS[x.dtype],
-        unit_offset=unit_offset,
-        adds=False,
-        num_rows=num_rows,
-        num_heads=1,
-        size=size,
-        x_stride=rows.stride(0) * x.itemsize,
-        x_head_stride=0,
-        out_stride=width * x.itemsize,
-        out_head_stride=0,
-        rows_per_unit=per_unit,
-        eps=eps,
-    )
-    return out
+    out = padded_rows(rows) if x.dim() == 2 else rows.new_empty(rows.shape)
+    _run(rows, weight, eps, residual, out, unit_offset=unit_offset, adds=False)
+    return out.view(x.shape)
 
 
 rms_norm_into_by_torch = in_torch("rms_norm_into")
@@ -83,6 +62,19 @@ def rms_norm_into(
     if not (x.is_cpu and x.stride(-1) == out.stride(-1) == 1 and weight.is_contiguous()):
         rms_norm_into_by_torch(x, weight, eps, out, unit_offset=unit_offset, add=add)
         return
+    _run(x, weight, eps, None, out, unit_offset=unit_offset, adds=add)
+
+
+def _run(
+    x: Tensor,  # [num_tokens, size] or [num_tokens, num_heads, size]
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    unit_offset: bool,
+    adds: bool,
+) -> None:
     num_tokens, *heads, size = x.shape
     num_heads = math.prod(heads)
     num_rows = num_tokens * num_heads
@@ -91,11 +83,11 @@ def rms_norm_into(
         num_units,
         x=x,
         weight=weight,
-        residual=None,
+        residual=residual,
         out=out,
         kind=KINDS[x.dtype],
         unit_offset=unit_offset,
-        adds=add,
+        adds=adds,
         num_rows=num_rows,
         num_heads=num_heads,
         size=size,
@@ -106,51 +98,3 @@ def rms_norm_into(
         rows_per_unit=per_unit,
         eps=eps,
     )
-
-
-LAYER_NORM = Task(
-    "rows.layer_norm.layer_norm",
-    ("x", "weight", "bias", "residual", "out"),
-    ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit"),
-    ("eps",),
-)  # fmt: skip
-
-
-layer_norm_by_torch = in_torch("layer_norm")
-
-
-@checked
-def layer_norm(
-    x: Tensor,  # [num_rows, size]
-    weight: Tensor,  # [size]
-    bias: Tensor,  # [size]
-    eps: float,
-    residual: Tensor | None = None,  # like x, updated in place
-) -> Tensor:  # [num_rows, size]
-    """Return the layer norm of x, or of residual += x if a residual is given; see `reference.layer_norm`.
-
-    If there are many rows, and their size is a multiple of a memory page, the output's rows are padded (see
-    `padded_width`), so the output is not contiguous.
-    """
-    if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
-        return layer_norm_by_torch(x, weight, bias, eps, residual)
-    num_rows, size = x.shape
-    width = padded_width(num_rows, size, x.itemsize)
-    out = x.new_empty(num_rows, width)[:, :size]
-    num_units, per_unit = units_of_rows(num_rows, size)
-    LAYER_NORM.run(
-        num_units,
-        x=x,
-        weight=weight,
-        bias=bias,
-        residual=residual,
-        out=out,
-        kind=KINDS[x.dtype],
-        num_rows=num_rows,
-        size=size,
-        x_stride=x.stride(0) * x.itemsize,
-        out_stride=width * x.itemsize,
-        rows_per_unit=per_unit,
-        eps=eps,
-    )
-    return out

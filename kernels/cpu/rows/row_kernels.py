@@ -1,4 +1,4 @@
-"""Kernels over rows: what their launchers share, activations, additions and scales, and the highest logit."""
+"""Kernels over rows: what their launchers share, and silu_and_mul, add and greedy."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -79,10 +79,12 @@ def _run(
     )
 
 
-def padded_width(num_rows: int, size: int, itemsize: int) -> int:
-    """Return the stride between the rows of a norm's output, in numbers."""
-    is_padded = num_rows > FEW_ROWS and size * itemsize % PAGE_BYTES == 0
-    return size + LINE // itemsize if is_padded else size
+def padded_rows(x: Tensor) -> Tensor:  # [num_rows, size]
+    """Allocate the output of a norm of x. If many rows would start whole pages apart, they are padded."""
+    num_rows, size = x.shape
+    is_padded = num_rows > FEW_ROWS and size * x.itemsize % PAGE_BYTES == 0
+    width = size + LINE // x.itemsize if is_padded else size
+    return x.new_empty(num_rows, width)[:, :size]
 
 
 SILU_AND_MUL = Task(
@@ -101,90 +103,6 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
     return run_on_halves(SILU_AND_MUL, x)
 
 
-GELU_AND_MUL = Task(
-    "rows.gelu_and_mul.gelu_and_mul",
-    ("x", "up", "out"),
-    ("kind", "num_rows", "size", "x_stride", "up_stride", "rows_per_unit"),
-)
-GELU = Task(
-    "rows.gelu_and_mul.gelu", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit", "tanh")
-)
-
-
-gelu_and_mul_by_torch = in_torch("gelu_and_mul")
-gelu_by_torch = in_torch("gelu")
-
-
-@checked
-def gelu_and_mul(x: Tensor, up: Tensor | None = None) -> Tensor:  # -> [num_tokens, size]
-    """Return gelu(gate) * up. x holds both side by side, or `up` is given; see `reference.gelu_and_mul`."""
-    if up is None:
-        x, up = x.chunk(2, dim=1)
-    if not has_regular_rows(x, up):
-        return gelu_and_mul_by_torch(x, up)
-    num_rows, size = x.shape
-    out = x.new_empty(num_rows, size)
-    num_units, per_unit = units_of_rows(num_rows, 2 * size)
-    GELU_AND_MUL.run(
-        num_units,
-        x=x,
-        up=up,
-        out=out,
-        kind=KINDS[x.dtype],
-        num_rows=num_rows,
-        size=size,
-        x_stride=x.stride(0) * x.itemsize,
-        up_stride=up.stride(0) * x.itemsize,
-        rows_per_unit=per_unit,
-    )
-    return out
-
-
-@checked
-def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
-    """Apply GELU to x in place; see `reference.gelu`."""
-    if has_regular_rows(x):
-        run_on_rows(GELU, x=x, tanh=tanh)
-    else:
-        gelu_by_torch(x, tanh=tanh)
-
-
-RELU_SQUARED = Task(
-    "rows.relu_squared.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
-)
-
-
-relu_squared_by_torch = in_torch("relu_squared")
-
-
-@checked
-def relu_squared(x: Tensor) -> None:  # [num_rows, size]
-    """Replace x by max(x, 0)², in place; see `reference.relu_squared`."""
-    if has_regular_rows(x):
-        run_on_rows(RELU_SQUARED, x=x)
-    else:
-        relu_squared_by_torch(x)
-
-
-CLAMPED_SWIGLU = Task(
-    "rows.clamped_swiglu.clamped_swiglu",
-    ("x", "out"),
-    ("kind", "num_rows", "size", "x_stride", "rows_per_unit"),
-    ("limit", "alpha"),
-)
-
-
-clamped_swiglu_by_torch = in_torch("clamped_swiglu")
-
-
-@checked
-def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:  # [n, 2 * size] -> [n, size]
-    """Return gate sigmoid(alpha gate) (up + 1), clamped; see `reference.clamped_swiglu`."""
-    if not has_regular_rows(x):
-        return clamped_swiglu_by_torch(x, limit, alpha)
-    return run_on_halves(CLAMPED_SWIGLU, x, limit=float(limit), alpha=float(alpha))
-
-
 ADD = Task(
     "rows.add.add", ("x", "out"), ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit")
 )
@@ -200,43 +118,6 @@ def add(x: Tensor, out: Tensor) -> None:  # [num_rows, size], both
         run_on_rows(ADD, x=x, out=out)
     else:
         add_by_torch(x, out)
-
-
-SCALE_ROWS = Task(
-    "rows.scale_rows.scale_rows", ("x", "factors"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
-)
-
-
-scale_rows_by_torch = in_torch("scale_rows")
-
-
-@checked
-def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num_rows]
-    """Multiply each row of x by its factor, in place; see `reference.scale_rows`."""
-    if has_regular_rows(x) and factors.is_contiguous():
-        run_on_rows(SCALE_ROWS, x=x, factors=factors)
-    else:
-        scale_rows_by_torch(x, factors)
-
-
-SCALE_AND_CAP = Task(
-    "rows.scale_and_cap.scale_and_cap",
-    ("x",),
-    ("kind", "num_rows", "size", "x_stride", "rows_per_unit"),
-    ("factor", "softcap"),
-)
-
-
-scale_and_cap_by_torch = in_torch("scale_and_cap")
-
-
-@checked
-def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> None:  # [num_rows, size]
-    """Multiply x by a factor in place, and cap the product; see `reference.scale_and_cap`."""
-    if has_regular_rows(x):
-        run_on_rows(SCALE_AND_CAP, x=x, factor=factor, softcap=softcap or 0.0)
-    else:
-        scale_and_cap_by_torch(x, factor, softcap)
 
 
 GREEDY = Task("rows.greedy.greedy", ("logits", "tokens", "highest"), ("size", "stride"))

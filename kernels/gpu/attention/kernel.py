@@ -59,6 +59,14 @@ def _place_rows(row, head_block, first_q, query_start, query_len, layer: tl.cons
 
 
 @triton.jit
+def _last_keys(last_keys_ptr, query_pos, token, mask_row, layer: tl.constexpr):
+    """Return the last position that each row sees: by default its own."""
+    if layer.LAST_KEYS:
+        return tl.load(last_keys_ptr + token, mask=mask_row, other=0)
+    return query_pos
+
+
+@triton.jit
 def _store_rows(out_ptr, acc, row_sum, head, token, mask_row, layer: tl.constexpr):
     """Store the outputs of rows, normalised."""
     offs_v = tl.arange(0, layer.BLOCK_V)
@@ -81,6 +89,7 @@ def prefill_kernel(
     value_scale_ptr,
     out_ptr,  # [num_tokens, num_heads, VALUE_DIM]
     sinks_ptr,  # f32[num_heads], SINKS
+    last_keys_ptr,  # i32[num_tokens], LAST_KEYS
     block_tables_ptr,
     seq_lens_ptr,
     cu_seqlens_q_ptr,
@@ -114,11 +123,15 @@ def prefill_kernel(
     start = first_key_tile(first_pos, layer.WINDOW, tiles.TILE)
     key_low = tl.maximum(first_pos - layer.WINDOW + 1, 0) if layer.WINDOW > 0 else 0
     table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+    last_key = _last_keys(last_keys_ptr, context_len + offs_q, token, mask_row, layer)
+    end = last_pos + 1
+    if layer.LAST_KEYS:
+        end = tl.maximum(tl.max(last_key) + 1, end)
     acc, _, row_sum = attend_rows(
         query_ptr, sinks_ptr,
         Cache(None, None, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head),
-        Rows(head, token, mask_row, context_len + offs_q),
-        KeyRange(start, last_pos + 1, key_low, first_pos, last_pos),
+        Rows(head, token, mask_row, context_len + offs_q, last_key),
+        KeyRange(start, end, key_low, first_pos, last_pos),
         Scales(score_scale, exp_scale, softcap), True, layer, tiles,
     )  # fmt: skip
     if tiles.ROW_PLACES != "kept":
@@ -150,6 +163,7 @@ def decode_kernel(
     value_scale_ptr,
     out_ptr,
     sinks_ptr,
+    last_keys_ptr,
     partial_ptr,  # f32[num_items, partial_q, num_heads, VALUE_DIM]: each split's unnormalised output
     partial_max_ptr,  # f32[num_items, partial_q, num_heads], in powers of two
     partial_sum_ptr,
@@ -202,7 +216,10 @@ def decode_kernel(
                 key_desc, value_desc, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
                 table_ptr, kv_head,
             ),
-            Rows(head, token, mask_row, first_pos + offs_q),
+            Rows(
+                head, token, mask_row, first_pos + offs_q,
+                _last_keys(last_keys_ptr, first_pos + offs_q, token, mask_row, layer),
+            ),
             KeyRange(start, end, key_low, first_pos, last_pos),
             Scales(score_scale, exp_scale, softcap), split == 0, layer, tiles,
         )  # fmt: skip

@@ -122,7 +122,7 @@ def launch_decodes(
     bound: DecodeLaunches,
     plan: DecodePlan,
     query: Tensor,
-    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output and sinks
+    tensors: tuple[Tensor | None, ...],  # of the layer: caches, scales, output, sinks and last keys
     lengths: tuple[Tensor, Tensor, Tensor],  # block_tables, seq_lens and cu_seqlens_q
 ) -> None:
     """Attend to all splits, and merge the splits of each sequence."""
@@ -183,6 +183,7 @@ def _layer(query: Tensor, key_cache: Tensor, value_cache: Tensor, options: Atten
         WINDOW=options.sliding_window or 0,
         SOFTCAP=options.softcap is not None,
         SINKS=options.sinks is not None,
+        LAST_KEYS=options.last_keys is not None,
         QUANTIZED=quantized,
         VALUE_IN_KEY=value_dim == block_d and _is_view_of(value_cache, key_cache),
         **_dot_dtypes(query.dtype, quantized=quantized),

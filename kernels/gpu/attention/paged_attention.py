@@ -95,6 +95,8 @@ def paged_attention(
     Options besides `scale`:
     softcap: turns scores into softcap tanh(score / softcap), as in Gemma 2.
     sinks: an additional logit per head in the softmax, without a value, as in gpt-oss.
+    last_keys: i32[num_tokens], the last position that each token sees instead of its own, from its own to the
+        last of the sequence: tokens of an image, say, see each other. Windows end at a token's own position.
     key_scales, value_scales: a quantised cache holds key / key_scales for each token and head. A plain cache
         has query's dtype, or float16 or bfloat16 if query is float32.
     max_seqlen_q, min_seqlen_q: bounds of the number of new tokens of any sequence that has new tokens. If no
@@ -121,7 +123,8 @@ def paged_attention(
         bound = _bound_for(plan, inputs, options)
     assert isinstance(plan, _LayerPlan), "check_plan compares the types"
     out = query.new_empty(bound.shape)
-    tensors = key_cache, value_cache, options.key_scales, options.value_scales, out, options.sinks
+    scales = options.key_scales, options.value_scales
+    tensors = key_cache, value_cache, *scales, out, options.sinks, options.last_keys
     lengths = block_tables, seq_lens, cu_seqlens_q
     # Which of the two serves a sequence is decided on the device, by its own query_len.
     if bound.prefill is not None:

@@ -29,6 +29,7 @@ class Layer(NamedTuple):
     WINDOW: int  # 0: none
     SOFTCAP: bool
     SINKS: bool
+    LAST_KEYS: bool  # tokens may see later ones
     QUANTIZED: bool
     VALUE_IN_KEY: bool  # values are the first dimensions of the keys
     DOT_DTYPE: tl.dtype  # of queries times keys
@@ -55,6 +56,7 @@ class Rows(NamedTuple):
     token: Any  # i64[BLOCK_M]
     mask: Any  # [BLOCK_M]
     query_pos: Any  # [BLOCK_M]
+    last_key: Any  # [BLOCK_M], the last position that the row sees
 
 
 class KeyRange(NamedTuple):
@@ -104,6 +106,7 @@ def _attend_tiles(
     query,  # [BLOCK_M, BLOCK_D]
     query_rest,  # [BLOCK_M, BLOCK_R], the dimensions from BLOCK_D on
     query_pos,  # [BLOCK_M]
+    last_key,  # [BLOCK_M]
     cache,  # Cache
     keys,  # KeyRange
     start,
@@ -176,7 +179,7 @@ def _attend_tiles(
             )  # 2 log2(e)
             scores = scales.softcap - scales.softcap * capped
         if MASKED:
-            seen = mask_t[None, :] & (offs_t[None, :] <= query_pos[:, None])
+            seen = mask_t[None, :] & (offs_t[None, :] <= last_key[:, None])
             if layer.WINDOW > 0:
                 seen = seen & (offs_t[None, :] > query_pos[:, None] - layer.WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -258,7 +261,7 @@ def attend_rows(
         low = keys.start if part == 0 else full_start if part == 1 else tl.maximum(full_start, full_end)
         high = tl.minimum(full_start, keys.end) if part == 0 else full_end if part == 1 else keys.end
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, query, query_rest, rows.query_pos, cache, keys, low, high, scales,
-            part != 1, layer, tiles,
+            acc, row_max, row_sum, query, query_rest, rows.query_pos, rows.last_key, cache, keys, low, high,
+            scales, part != 1, layer, tiles,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -47,7 +47,7 @@ def paged_attention(
     value_scales = options.value_scales
     scale = float(options.scale)
     sliding_window = options.sliding_window
-    special = options.softcap is not None or options.sinks is not None
+    special = any(each is not None for each in (options.softcap, options.sinks, options.last_keys))
     if special or value_cache.shape != key_cache.shape:
         return reference.paged_attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options, plan

@@ -8,24 +8,20 @@ from typing import Any
 from ...base.errors import UnsupportedModelError
 from ..config import ModelConfig
 from ..spec import AttentionSpec
+from .layer_types import by_layer_type, full_every, layer_types_of, ropes_by_type, windows_of
 from .reading import (
     AROUND_SUBLAYERS,
     Config,
     Family,
-    by_layer_type,
     flag,
-    full_every,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     read_norm,
     repeat,
-    ropes_by_type,
     size,
     softcap_of,
     window_of,
-    windows_of,
 )
 
 _GEMMA2 = {

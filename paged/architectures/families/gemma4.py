@@ -9,21 +9,18 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
 from ..config import LayerInputs, ModelConfig, TensorNames
 from ..spec import KVShape, LayerSpec
+from .layer_types import by_layer_type, full_every, layer_types_of, ropes_by_type
 from .moe import GEMMA4_PARTS, GEMMA4_STACKS, gemma4_experts
 from .reading import (
     AROUND_SUBLAYERS,
     CEILINGS,
     Config,
     Family,
-    by_layer_type,
     flag,
-    full_every,
     head_dim_of,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
-    ropes_by_type,
     size,
     softcap_of,
 )

@@ -9,6 +9,7 @@ from ...base.errors import CheckpointError
 from ...base.validation import check_number, shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE
+from .layer_types import layer_types_of, windows_of
 from .llama import LLAMA
 from .reading import (
     MAX_ROPE_THETA,
@@ -16,8 +17,6 @@ from .reading import (
     Family,
     factor,
     flag,
-    granite_fields,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
@@ -25,7 +24,6 @@ from .reading import (
     repeat,
     size,
     window_of,
-    windows_of,
 )
 
 _GRANITE = {
@@ -44,6 +42,16 @@ _GRANITE_SWA = {
     "sliding_window": 128,
     "layer_rope_theta": None,
 }
+
+
+def granite_fields(hf: Config) -> dict[str, Any]:
+    """Return the fields of ModelConfig that all Granite models share."""
+    return {
+        "embedding_multiplier": factor(hf, "embedding_multiplier"),
+        "residual_multiplier": factor(hf, "residual_multiplier"),
+        "logits_divisor": factor(hf, "logits_scaling"),
+        "exceeds_float16": True,  # as the residual is stored divided by its multiplier
+    }
 
 
 def _granite(hf: Config, **of_layers: Any) -> ModelConfig:

@@ -10,6 +10,7 @@ from ...base.validation import check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
 from ..states import StateSpec
+from .layer_types import layer_types_of
 from .moe import dense_of_qwen, read_experts, stacks_of
 from .reading import (
     CEILINGS,
@@ -17,7 +18,6 @@ from .reading import (
     Family,
     factor,
     flag,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,

@@ -11,6 +11,7 @@ from ...base.validation import check_int, check_number, shown
 from ..config import ExpertStack, ModelConfig, TensorNames
 from ..spec import NO_ROPE, AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
 from ..states import StateSpec
+from .granite import granite_fields
 from .moe import GRANITE_NAMES, read_experts
 from .reading import (
     CEILINGS,
@@ -21,7 +22,6 @@ from .reading import (
     activation_of,
     factor,
     flag,
-    granite_fields,
     read_attention,
     read_feed_forward,
     read_model,

@@ -10,15 +10,14 @@ from ...base.validation import check_int, check_number, shown
 from ...kernels.routing import RoutingOptions
 from ..config import ExpertStack, ModelConfig, TensorNames
 from ..spec import ExpertsSpec, FeedForwardSpec, LayerSpec
+from .granite import granite_fields
+from .layer_types import full_every, layer_types_of, windows_of
 from .reading import (
     CEILINGS,
     Config,
     Family,
     factor,
     flag,
-    full_every,
-    granite_fields,
-    layer_types_of,
     own_rope,
     read_attention,
     read_feed_forward,
@@ -27,7 +26,6 @@ from .reading import (
     repeat,
     size,
     window_of,
-    windows_of,
 )
 
 # Of all layers together: each expert is two modules, which are made before a tensor is looked at.

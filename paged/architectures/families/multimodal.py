@@ -1,4 +1,4 @@
-"""Architectures with a vision or audio part, of which only the text model is loaded."""
+"""Architectures with a vision or audio part, and the text model of each; `vision` reads their towers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         {"gemma3_text": TextPart("Gemma3ForCausalLM", _sizes(262208, 2304, 9216, 26, 8))},
         _LLAVA,
         {"image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000},
-        "Gemma 3 4B, 12B and 27B (text)",
+        "Gemma 3 4B, 12B and 27B",
     ),
     "Gemma4ForConditionalGeneration": Multimodal(
         "gemma4",
@@ -119,7 +119,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         },
         _LLAVA,
         {"image_token_index": 10},
-        "Mistral Small 3.1 and 3.2, Ministral 3 (text)",
+        "Mistral Small 3.1 and 3.2, Ministral 3",
     ),
 }
 _QWEN = TensorNames(

@@ -6,18 +6,15 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..spec import NormNames
+from .layer_types import by_layer_type, full_every, layer_types_of, ropes_by_type
 from .reading import (
     Config,
     Family,
-    by_layer_type,
     flag,
-    full_every,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     repeat,
-    ropes_by_type,
 )
 
 _OLMO2 = {"max_position_embeddings": 2048, "attention_bias": False, "rms_norm_eps": 1e-5}

@@ -5,18 +5,17 @@ from __future__ import annotations
 from ...base.errors import CheckpointError
 from ...base.validation import check_int
 from ..config import ModelConfig
+from .layer_types import layer_types_of, windows_of
 from .reading import (
     Config,
     Family,
     flag,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
     repeat,
     size,
     window_of,
-    windows_of,
 )
 
 _QWEN2 = {

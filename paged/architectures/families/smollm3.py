@@ -8,13 +8,12 @@ from ...base.errors import CheckpointError
 from ...base.validation import shown
 from ..config import ModelConfig
 from ..spec import NO_ROPE
+from .layer_types import full_every, layer_types_of, windows_of
 from .llama import LLAMA
 from .reading import (
     Config,
     Family,
     flag,
-    full_every,
-    layer_types_of,
     read_attention,
     read_feed_forward,
     read_model,
@@ -22,7 +21,6 @@ from .reading import (
     repeat,
     size,
     window_of,
-    windows_of,
 )
 
 _SMOLLM3 = {

@@ -39,9 +39,9 @@ def family_of(architecture: str) -> Family:
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", "llama", "Llama 1 to 3, TinyLlama, SmolLM 1 and 2"),
-    "MistralForCausalLM": Architecture("mistral", "llama", "Mistral 7B, NeMo and Small 2409 to 2501"),
-    "MinistralForCausalLM": Architecture("ministral", "llama", "Ministral 8B 2410"),
-    "Ministral3ForCausalLM": Architecture("ministral3", "llama", "Ministral 3 (text alone)"),
+    "MistralForCausalLM": Architecture("mistral", "mistral", "Mistral 7B, NeMo and Small 2409 to 2501"),
+    "MinistralForCausalLM": Architecture("ministral", "mistral", "Ministral 8B 2410"),
+    "Ministral3ForCausalLM": Architecture("ministral3", "mistral", "Ministral 3 (text alone)"),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen", "Qwen 2, Qwen 2.5"),
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "moe", "Qwen 1.5 MoE, Qwen 2 MoE"),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "moe", "Qwen 3 MoE (30B-A3B, 235B-A22B)"),

@@ -19,13 +19,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...architectures.gguf_paths import part_paths
+from ...architectures.gguf_paths import HEADERS_ALONE, part_paths
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
 from ..open_file import FileTensor, OpenFile
 
-# A file beside GGUF files that have no data: see `checkpoints.headers`.
-HEADERS_ALONE = "paged.headers_alone"
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _HEADER_CEILING = 64 * 2**20  # bytes of metadata and tensor infos: objects of Python take ten times as much

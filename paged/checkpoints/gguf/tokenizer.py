@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import shown
-from ..tokenizer_patterns import CL100K, O200K, QWEN2, TEKKEN
+from ..tokenizer_patterns import CL100K, O200K, QWEN2, QWEN3_5, TEKKEN
 from .metadata import Metadata
 
 _PREFIX = "tokenizer.ggml."
@@ -91,10 +91,12 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer(normalizer="NFC")),  # GPT-NeoX's
     **dict.fromkeys(("smollm", "refact", "starcoder", "codeshell"), PreTokenizer(splits_digits=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"), PreTokenizer(CL100K, whole_tokens=True, adds_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1", "falcon3", "pixtral"),
+        PreTokenizer(CL100K, whole_tokens=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer(CL100K)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2, normalizer="NFC")),
+    "qwen35": PreTokenizer(QWEN3_5, normalizer="NFC"),
     **dict.fromkeys(("gpt-4o", "minimax-m2"), PreTokenizer(O200K)),
     "tekken": PreTokenizer(TEKKEN, whole_tokens=True, adds_bos=True),
 }

@@ -183,21 +183,25 @@ class Listed(NamedTuple):
     """One file of the cache, as `paged cache` lists it.
 
     title: a description of the weights; None if the file is damaged.
+    content: the digest of the checkpoint's files.
     """
 
     kept: Kept
     title: str | None
+    content: str | None = None
 
 
 def listed(cache: WeightsCache) -> Iterator[Listed]:
     """Yield the files of the cache, the most recently used first."""
     for kept in cache.kept():
-        title = None
+        title = content = None
         with suppress(CacheError), ExitStack() as stack:
             stream = cache.open(kept.path.stem, is_use=False)
             if stream is not None:
-                title = str(read_header(stack.enter_context(stream)).header.get("title"))
-        yield Listed(kept, title)
+                header = read_header(stack.enter_context(stream)).header
+                title = str(header.get("title"))
+                content = str(header.get("content"))
+        yield Listed(kept, title, content)
 
 
 class PackedTensors:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...architectures.config import ModelConfig
 from ...architectures.spec import KVShape
-from ...kernels.backend import Kernels
 from ...kernels.checks import QUANTIZED_DTYPES
 from .layout import CacheLayout, Place
 
 if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
     from .states import StateCache
 
 DRAFT = "draft_"  # begins the names of a draft model's tensors

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...architectures.config import ModelConfig
 from ...architectures.states import StateSpec
-from ...kernels.backend import Kernels
 from ..part import ModelPart
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 Move = tuple[int, int]  # from, to: slots
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import AttentionSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.attention_options import AttentionOptions
-from ...kernels.backend import Kernels
 from ...kernels.steps import call_within_step
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
@@ -23,6 +22,9 @@ from ..weights.loading import KVScales, Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
 from .rotary import TokenRows, rotated_order
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class Attention(Loadable):
@@ -187,6 +189,7 @@ class Attention(Loadable):
             sinks=self.sinks,
             key_scales=key_scales,
             value_scales=value_scales,
+            last_keys=queries.last_keys,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
         plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import ExpertsSpec
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
 from ..part import UNDIVIDED
 from ..weights.forms import ExpertsForm, Role
 from ..weights.loading import Loader
 from .linear import Linear
 from .mlp import ManyExperts, is_precise, new_mlp
 from .norms import RMSNorm
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class ExpertRouter(Linear):

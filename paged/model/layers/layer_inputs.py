@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
 from ..exchanges import gather
 from ..part import ModelPart, Shard
 from .linear import Embedding, Linear
 from .norms import RMSNorm
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class PerLayerEmbeddings(nn.Module):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
-from ..exchanges import look_up
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
 from ..weights.loading import Loadable, Loader
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class Linear(Loadable):
@@ -26,6 +27,7 @@ class Linear(Loadable):
 
     form: WeightForm
     role: Role
+    stays_float = False  # whether it is not quantised where the model is
 
     def __init__(
         self,
@@ -83,6 +85,8 @@ class Embedding(Loadable):
     def forward(self, token_ids: Tensor) -> Tensor:  # i64[num_tokens] -> [num_tokens, width]
         if self.shard.is_whole:
             return self.form.rows(token_ids)
+        from ..divided_table import look_up
+
         return look_up(self.form.rows, token_ids, self.row, self.num_rows, self.shard, self.kernels)
 
     def load(self, loader: Loader) -> None:
@@ -96,7 +100,9 @@ def require_whole_groups(model: nn.Module) -> None:
 
     size = Int4Weight.GROUP
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.in_features % size and module.role != "head":
+        if not isinstance(module, Linear) or module.role == "head" or module.stays_float:
+            continue
+        if module.in_features % size:
             raise ConfigError(
                 f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
                 f"{module.in_features}; use quantization='int8'"

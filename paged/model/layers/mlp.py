@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.spec import FeedForwardSpec
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
 from ..exchanges import gather
 from ..part import Shard
 from ..weights.forms import Role
 from .linear import Linear
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class MLP(nn.Module):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from ...architectures.spec import NormSpec
 from ...checkpoints.stored import StoredRows
-from ...kernels.backend import Kernels
 from ..weights.loading import Loadable
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class RMSNorm(Loadable):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 
 from ...architectures.config import ModelConfig
 from ...architectures.spec import RopeConfig
-from ...kernels.backend import Kernels
 from ..batch import Batch
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 class Angles(NamedTuple):
@@ -56,6 +57,7 @@ class RotaryEmbedding(nn.Module):
             frequencies = scaled_frequencies(rope, self.rotary_dim)
             long = scaled_frequencies(rope, self.rotary_dim, is_long=True)
         self.long_offset = config.long_context.offset if config.long_context else 0
+        self.sections = None if config.vision is None else config.vision.sections
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("long_inv_freq", long, persistent=False)
 
@@ -76,6 +78,12 @@ class RotaryEmbedding(nn.Module):
         self._table = angles
 
     def forward(self, batch: Batch) -> Angles:
+        if batch.grid_positions is not None:
+            from .grid_angles import by_section
+
+            assert self.sections is not None, "positions are of three numbers in models of images alone"
+            by_axis = (self._plain(own.contiguous()) for own in batch.grid_positions)
+            return by_section(self.sections, *by_axis)
         if self._table is None:
             if self.rope.type == "dynamic":
                 return self._angles(batch.positions, self._dynamic_frequencies(batch))
@@ -85,6 +93,11 @@ class RotaryEmbedding(nn.Module):
             frequencies = torch.where(is_long, self.long_inv_freq, self.inv_freq)
             return self._angles(batch.positions % self.long_offset, frequencies)
         return self._table.take(batch.positions, self.kernels)
+
+    def _plain(self, positions: Tensor) -> Angles:
+        if self._table is None:
+            return self._angles(positions, self.inv_freq)
+        return self._table.take(positions, self.kernels)
 
     def _angles(self, positions: Tensor, frequencies: Tensor) -> Angles:
         """Compute the angles of positions: cos 1 and sin 0 for dimensions that are not rotated."""
@@ -173,44 +186,11 @@ def scaled_frequencies(
     is_long: whether to use longrope's factors for requests beyond the trained context.
     """
     frequencies = inverse_frequencies(torch.tensor([rope.theta], dtype=torch.float32), rotary_dim)
-    if rope.type == "none":
-        return torch.zeros_like(frequencies)
-    if rope.type == "proportional":
-        frequencies[int(rope.rotated_part * rotary_dim // 2) :] = 0
-    if rope.type in ("linear", "proportional"):
-        return frequencies / rope.factor
-    if rope.type == "longrope":
-        factors = rope.long_factors if is_long else rope.short_factors
-        return frequencies / torch.tensor(factors, dtype=torch.float32)
-    if rope.type == "yarn":
-        kept = _yarn_kept(rope, rotary_dim)
-        return (1 - kept) * frequencies / rope.factor + kept * frequencies
-    if rope.type != "llama3":
+    if rope.type in ("default", "dynamic"):
         return frequencies
-    # Llama 3.1: interpolate long wavelengths, keep short ones, blend those between.
-    wavelength = 2 * math.pi / frequencies
-    turns = rope.original_max_position_embeddings / wavelength
-    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+    from .scaled_rope import scaled
 
-
-def _yarn_kept(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Return the share of each frequency that is kept; the rest is interpolated (Peng et al., YaRN, 2023)."""
-
-    def dimension(rotations: float) -> float:
-        """Return the dimension whose frequency makes this many rotations within the trained context."""
-        wavelength = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    low = dimension(rope.beta_fast)
-    high = dimension(rope.beta_slow)
-    if rope.truncate:
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, rotary_dim - 1)
-    ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
-    return 1 - ramp.clamp(0.0, 1.0)
+    return scaled(frequencies, rope, rotary_dim, is_long=is_long)
 
 
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,19 @@ from torch import Tensor, nn
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.states import StateSpec
 from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
-from ...kernels.backend import Kernels
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
 from ..cache.states import LayerStates
 from ..exchanges import gather
 from ..part import Shard
+from ..state_columns import of_heads, own_columns
 from ..weights.loading import Loadable, Loader
 from .linear import Linear
 from .norms import RMSNorm
 from .rotary import TokenRows
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:
@@ -84,14 +87,11 @@ class GatedDelta(StateLayer):
         conv = StoredRows({f"{name}.conv1d": whole.columns})
         gates = StoredRows({name: whole.num_heads})
         if not shard.is_whole:
-            own = [
-                *_own_keys(whole, shard, 0),
-                _own_values(whole, shard, 2 * whole.num_key_heads * whole.key_dim),
-            ]
+            own = own_columns(whole, shard)
             heads = shard.share(whole.num_heads)
-            values = _of_heads(heads, whole.value_dim, whole.columns)
+            values = of_heads(heads, whole.value_dim, whole.columns)
             first = whole.columns + whole.num_heads * whole.value_dim
-            others = [_of_heads(heads, 1, first + i * whole.num_heads) for i in range(2)]
+            others = [of_heads(heads, 1, first + i * whole.num_heads) for i in range(2)]
             stored = stored.take(*own, values, *others)
             conv = conv.take(*own)
             gates = gates.take(heads)
@@ -136,10 +136,10 @@ class Mamba2(StateLayer):
         # The groups of a norm may be of heads of several shards.
         self.is_gathered = whole.norm is not None and whole.num_key_heads % shard.count != 0
         if not shard.is_whole:
-            values = _own_values(whole, shard, 0)
-            own = [values, *_own_keys(whole, shard, whole.num_values)]
+            own = own_columns(whole, shard)
+            values = own[0]
             convolved = [range(whole.num_values + each.start, whole.num_values + each.stop) for each in own]
-            steps = _of_heads(shard.share(whole.num_heads), 1, whole.num_values + whole.columns)
+            steps = of_heads(shard.share(whole.num_heads), 1, whole.num_values + whole.columns)
             stored = stored.take(values, *convolved, steps)
             conv = conv.take(*own)
             heads = heads.take(shard.share(whole.num_heads))
@@ -287,20 +287,3 @@ def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:
     columns = torch.split(rows, [spec.key_dim, spec.key_dim, own, own], dim=1)
     index = torch.cat([part.flatten() for part in (*columns, *torch.split(gates, shares, dim=1))])
     return StoredRows(parts, index)
-
-
-def _own_keys(whole: StateSpec, shard: Shard, first: int) -> Iterable[range]:
-    """Yield the columns of a shard's heads or groups, of the two parts whose columns begin with `first`."""
-    own = shard.kv_heads(whole.num_key_heads)
-    for part in range(2):
-        yield _of_heads(own, whole.key_dim, first + part * whole.num_key_heads * whole.key_dim)
-
-
-def _own_values(whole: StateSpec, shard: Shard, first: int) -> range:
-    """Return the columns of the values of a shard's heads, where all begin with `first`."""
-    return _of_heads(shard.share(whole.num_heads), whole.value_dim, first)
-
-
-def _of_heads(heads: range, size: int, first: int) -> range:
-    """Return the rows of heads of a size, from those of the first one on."""
-    return range(first + heads.start * size, first + heads.stop * size)

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...checkpoints.coded import CodedWeight, Weight, WholeWeight
-from .forms import (
-    Float32Product,
-    Float32Weight,
-    JoinedForm,
-    PackedWeight,
-    PlainWeight,
-    Role,
-    WeightForm,
-    can_pack,
-)
+from .forms import Float32Product, Float32Weight, PlainWeight, Role, WeightForm
 
 if TYPE_CHECKING:
     from .coded_panels import CodedForms
@@ -77,6 +68,8 @@ class Forms:
         precise = self.of_precise(weight[num_others:], **given)
         if not num_others:
             return precise
+        from .joined_form import JoinedForm
+
         return JoinedForm([(make(weight[:num_others]), num_others), (precise, num_precise)])
 
     def split(self, num_rows: int, num_precise: int) -> tuple[int, int]:
@@ -118,6 +111,7 @@ def choose_forms(
     table: MakeForm = PlainWeight
     router: MakeForm = Float32Weight
     int8: MakeForm | None = None
+    is_table = True  # whether the head's form can be looked up
     if has_coded_linear:
         from .gpu_codes import coded_form, quantized_form
 
@@ -148,11 +142,13 @@ def choose_forms(
         layer = gated = Int4Weight if quantization == "int4" else Int8Weight
         head = Int8Weight
     else:
-        layer = gated = head = PackedWeight if can_pack(device, dtype) else PlainWeight
+        from .onednn import PackedWeight, can_pack
+
+        is_table = not can_pack(device, dtype)
+        layer = gated = head = PlainWeight if is_table else PackedWeight
         if device.type == "cuda" and dtype != torch.float32 and not torch.version.hip:
             head = Float32Product
-    # A weight that is packed for oneDNN cannot be looked up.
-    embedding = head if tied and head is not PackedWeight else table
+    embedding = head if tied and is_table else table
     of_floats: dict[Role, MakeForm] = {
         "layer": layer,
         "gated": gated,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.backend import Kernels
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
+
 
 # What a weight is for: a layer; gate and up in one; a router, whose products are float32; the output head;
 # the embedding of tokens; a table that is only looked up. A head tied to the embedding shares its form.
@@ -160,69 +162,3 @@ class Float32Product(PlainWeight):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return out if bias is None else out.add_(bias)
-
-
-class PackedWeight(WeightForm):
-    """A weight in oneDNN's layout, 2 to 3 times faster for up to a few dozen rows. Requires `can_pack`."""
-
-    gated = is_recordable = False
-    # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.
-    FOR_ROWS = 16
-
-    def __init__(self, weight: Tensor) -> None:
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, self.FOR_ROWS)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return out
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch packs linear layers on this CPU.
-
-    The operations are private to torch, so this function tries them out.
-    """
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if device.type != "cpu" or dtype == torch.float16 or not has_onednn:
-        return False
-    x = torch.arange(64, dtype=dtype).view(2, 32)
-    try:
-        return torch.equal(PackedWeight(torch.eye(32, dtype=dtype))(x, None), x)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-
-
-class JoinedForm(WeightForm):
-    """A weight whose rows have several forms. The products are placed side by side."""
-
-    gated = False
-
-    def __init__(self, forms: Sequence[tuple[WeightForm, int]]) -> None:
-        self.forms = [form for form, _ in forms]
-        self.num_rows = [num_rows for _, num_rows in forms]
-        self._biases: list[Tensor | None] = [None] * len(forms)
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether all of the forms are recordable."""
-        return all(form.is_recordable for form in self.forms)
-
-    def lay_out(self, bias: Tensor) -> None:
-        """Divide the bias among the forms."""
-        biases = torch.split(bias, self.num_rows)
-        for form, own in zip(self.forms, biases, strict=True):
-            form.lay_out(own)
-        self._biases = list(biases)
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is not None and self._biases[0] is None:
-            self.lay_out(bias)
-        if not self.is_recordable:
-            return torch.cat(
-                [form(x, own) for form, own in zip(self.forms, self._biases, strict=True)], dim=1
-            )
-        out = x.new_empty(len(x), sum(self.num_rows))
-        parts = torch.split(out, self.num_rows, dim=1)
-        for form, own, part in zip(self.forms, self._biases, parts, strict=True):
-            form.store(x, own, part)
-        return out

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.coded import CodedWeight, Factors
-from ...kernels.backend import Kernels
 from ...kernels.checks import TrustedContents
 from ...kernels.codes import (
     PackedExperts,
@@ -27,6 +27,9 @@ from ...kernels.codes import (
 from .coded_forms import CodedProduct
 from .forms import ExpertsForm, Role, TableForm, WeightForm
 from .quantization import INT4_TABLE, Int4Weight, int4_codes, int8_codes
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 logger = logging.getLogger(__name__)
 

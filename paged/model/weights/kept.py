@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ...checkpoints.stored import StoredRows
 from ...kernels.panels import Panels
 from . import panels
-from .forms import JoinedForm, Role, WeightForm
+from .forms import Role, WeightForm
+from .joined_form import JoinedForm
 from .loading import Loader
 
 # What else a loader would be needed for, or is made again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,7 +36,7 @@ from ...checkpoints.stored import (
     split_by_format,
 )
 from ...checkpoints.weight_files import find_weight_files
-from .forms import JoinedForm, Role, WeightForm
+from .forms import Role, WeightForm
 
 if TYPE_CHECKING:
     from .choice import Forms
@@ -155,6 +155,12 @@ class Loader:
     kv_scales: Mapping[int, KVScales] = field(default_factory=dict)  # by layer
     # Bytes of the files that weights were read from, by the title of their format.
     num_bytes: Counter[str] = field(default_factory=Counter)
+    float_forms: Forms | None = None  # of weights that stay floats in a quantised model; None: as the others
+
+    @property
+    def in_floats(self) -> Loader:
+        """The loader of weights that stay floats in a quantised model."""
+        return self if self.float_forms is None else replace(self, forms=self.float_forms)
 
     def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
         """Read a float parameter; if the checkpoint lacks it, return ones.
@@ -175,6 +181,8 @@ class Loader:
         parts, stored, role = self.weights_of(rows, like, role)
         if len(stored) == 1:
             return self.form_of(stored[0], parts, role, num_precise)
+        from .joined_form import JoinedForm
+
         return JoinedForm([(self.form_of(each, parts, role), each.rows.num_rows) for each in stored])
 
     def weights_of(

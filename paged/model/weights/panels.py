@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.coded import Weight, WholeWeight
-from ...kernels.backend import Kernels
 from ...kernels.panels import (
     Panels,
     can_pair,
@@ -25,6 +25,9 @@ from ...kernels.panels import (
     widen_rows,
 )
 from .forms import ExpertsForm, PlainWeight, TableForm, WeightForm
+
+if TYPE_CHECKING:
+    from ...kernels.operations import Kernels
 
 ALONE = WholeWeight()  # of a weight that is no shard
 

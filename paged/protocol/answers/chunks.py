@@ -74,9 +74,13 @@ class Chunks(ABC):
 
     NAMES_EVENTS: whether each event has the name of its type. The last event then says that the answer has
     ended.
+    ENDS_WITH_DONE: whether [DONE] follows plain events.
+    IS_LINES: whether the chunks are sent as lines of JSON.
     """
 
     NAMES_EVENTS: ClassVar[bool] = False
+    IS_LINES: ClassVar[bool] = False
+    ENDS_WITH_DONE: ClassVar[bool] = True
 
     def __init__(self, head: Head, form: Form, usage: Usage) -> None:
         self.form = form

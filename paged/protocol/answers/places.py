@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ...requests.request import Logprob
-from ...text.detokenizer import REPLACEMENT, Detokenizer
+from ...text.detokenizer import Detokenizer
+from ...text.tokenizer import REPLACEMENT
 from ..jobs import finite
 
 if TYPE_CHECKING:

@@ -101,6 +101,7 @@ RESPONSES: dict[str, Schema] = {
     "Error": _object(
         {"error": _object({"message": STRING, "type": STRING, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL})}
     ),
+    "OllamaError": _object({"error": STRING}),
     "Usage": _object(
         {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER},
         {"prompt_tokens_details": _or_null(_object({"cached_tokens": INTEGER}))},

@@ -73,6 +73,8 @@ class Call(ABC):
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
+    load_s: seconds for which the request has waited until its model was loaded.
+    keep_alive: seconds for which the model stays loaded after the request; None as the server says.
     """
 
     table: ClassVar[FieldTable]
@@ -92,6 +94,8 @@ class Call(ABC):
         self.request_id: str | None = values.get("request_id")
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
+        self.keep_alive: float | None = values.get("keep_alive")
+        self.load_s = 0.0
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return the fields of the body under their common names, and the names of fields without effect."""
@@ -284,6 +288,10 @@ class AnswerCall(GenerationCall):
         identity: an id that is unique among responses.
         created: seconds since 1970.
         """
+
+    def immediate(self, model: str) -> dict[str, Any] | None:  # noqa: ARG002
+        """Return the whole response body if no engine is needed for it, else None."""
+        return None
 
     @abstractmethod
     def chunks(self, identity: str, created: int, model: str) -> Chunks:

@@ -35,6 +35,8 @@ class Conversation:
                 param="chat_template",
             )
         self.messages: list[dict[str, Any]] = values["messages"]
+        if limits.system is not None and self.messages[0]["role"] not in ("system", "developer"):
+            self.messages = [{"role": "system", "content": limits.system}, *self.messages]
         self.tools: Sequence[Mapping[str, Any]] | None = None
         self.tool_format: ToolFormat = limits.chat_format.tools or JSON_FORMAT
         self._values = values

@@ -126,7 +126,12 @@ def tokens_of(
     with call.naming_field(name):
         least = tokenizer.least_tokens(prompt["prompt"], most)
         _check_length(name, least, max_model_len, at_least="at least ")
-        tokens = tokenizer.encode(prompt["prompt"], add_special_tokens=prompt["add_special_tokens"])
+        special = {"add_special_tokens": prompt["add_special_tokens"]}
+        if "multi_modal_data" in prompt and text.images is not None:
+            images = text.images.given(prompt["multi_modal_data"])
+            tokens = text.images.parse(prompt["prompt"], images, **special).token_ids
+        else:
+            tokens = tokenizer.encode(prompt["prompt"], **special)
         _check_length(name, len(tokens), max_model_len)
     return tokens
 

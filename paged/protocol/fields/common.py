@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...base.durations import parse_duration
 from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
 from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, PrintableText, Text, TokenIds
 from ...base.kinds import Boolean, Kind, Number, Schema
@@ -30,6 +31,27 @@ class PriorityKind(Kind):
         return str(self._kinds)
 
 
+class DurationKind(Kind):
+    """A time as Ollama takes it, which is parsed to seconds; inf for ever."""
+
+    types = (int, float, str)
+
+    def parse(self, name: str, value: Any) -> float:
+        return parse_duration(name, value)
+
+    def schema(self) -> Schema:
+        return {"type": ["number", "string"]}
+
+    def __str__(self) -> str:
+        return 'number of seconds, or a string such as "5m"'
+
+
+KEEP_ALIVE = Field(
+    "keep_alive",
+    DurationKind(),
+    "how long the model stays loaded after the request, where a server has several: seconds, or "
+    '"10m", 0 for not at all, -1 for ever',
+)
 STREAM_OPTIONS = FieldTable(
     "stream_options",
     [
@@ -56,6 +78,7 @@ COMMON_FIELDS = [
         PrintableText(1, MAX_REQUEST_ID_LENGTH),
         "the id of the request, from which those of responses are made",
     ),
+    KEEP_ALIVE,
     *ignored("safety_identifier", "user names the tenant"),
     *ignored("session_id", "requests with common prefixes share blocks by themselves"),
     *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),

@@ -20,28 +20,44 @@ class _Role(Text):
 
 
 class _PartKind(JSONObject):
-    """A part of a message's content, of which only text is supported."""
+    """A part of a message's content: text, or an image, which is read once the model is known."""
 
     def parse(self, name: str, value: object) -> dict[str, object]:
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(value, dict) or not isinstance(kind, str):
             example = '{"type": "text", "text": ...}'
             raise RequestError(f"{name} must be an object such as {example}, got {shown(value)}")
+        if kind == "image_url":
+            from ...text.chat_images import check_image_url
+
+            check_image_url(name, value)
+            return value
         if kind not in ("text", "refusal"):
-            raise RequestError(f"{name} is of type {shown(kind)}; only parts of type 'text' are supported")
+            raise RequestError(
+                f"{name} is of type {shown(kind)}; parts of type 'text' and 'image_url' are supported"
+            )
         if not isinstance(value.get(kind), str):
             raise RequestError(f"{name}.{kind} must be a string, got {shown(value.get(kind))}")
         return value if kind == "text" else {"type": "text", "text": value[kind]}
 
     def schema(self) -> Schema:
-        return {
+        text = {
             "type": "object",
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
+        url = {"type": "string", "pattern": "^data:"}
+        detail = {"enum": ["auto", "low", "high", "original"]}
+        image_url = {"type": "object", "properties": {"url": url, "detail": detail}, "required": ["url"]}
+        image = {
+            "type": "object",
+            "properties": {"type": {"const": "image_url"}, "image_url": image_url},
+            "required": ["type", "image_url"],
+        }
+        return {"anyOf": [text, image]}
 
     def __str__(self) -> str:
-        return "text part"
+        return "text or image_url part"
 
 
 _ARGUMENTS = OneOf((Text(), JSONObject('{"city": "Paris"}')))
@@ -68,7 +84,7 @@ MESSAGE_TABLE = FieldTable(
     "a message",
     [
         Field("role", _Role(1), f"{', '.join(ROLES)}, or a role that the chat template names", required=True),
-        Field("content", CONTENT, "text, or parts of type text"),
+        Field("content", CONTENT, "text, or parts of type text and image_url"),
         Field("name", Text(), "a name, for templates that show it"),
         Field("tool_calls", ListOf(ObjectOf(CALL_TABLE)), "calls that the assistant made"),
         Field("tool_call_id", Text(), "the call that a tool's message answers"),

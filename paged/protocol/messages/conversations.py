@@ -11,6 +11,7 @@ from ...base.errors import RequestError
 from ...base.validation import shown
 from ..calls.call import OwnNames
 from ..fields.builtin_tools import functions_of
+from ..fields.images import image_part
 from ..limits import Limits
 from .fields import BILLING_HEADER
 
@@ -129,10 +130,13 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
 
     open_calls: the ids of calls without a result, of which those with one are removed.
     """
-    texts: list[Block] = []
+    parts: list[Block] = []
     for name, block in blocks:
         if block["type"] == "text":
-            texts.append({"type": "text", "text": block["text"]})
+            parts.append({"type": "text", "text": block["text"]})
+            continue
+        if block["type"] == "image":
+            parts.append(_image(name, block["source"]))
             continue
         call_id = block["tool_use_id"]
         if call_id not in open_calls:
@@ -144,9 +148,16 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
             )
         open_calls.remove(call_id)
         yield {"role": "tool", "tool_call_id": call_id, "content": _joined(block.get("content", ""))}
-    if texts or not blocks:
-        is_one = len(texts) == 1
-        yield {"role": "user", "content": texts[0]["text"] if is_one else texts}
+    if parts or not blocks:
+        is_one_text = len(parts) == 1 and parts[0]["type"] == "text"
+        yield {"role": "user", "content": parts[0]["text"] if is_one_text else parts}
+
+
+def _image(name: str, source: Block) -> Block:
+    """Return the part of a chat's message for the source of an image block."""
+    if source["type"] == "url":
+        return image_part(name, source["url"])
+    return image_part(name, f"data:{source['media_type']};base64,{source['data']}")
 
 
 def _assistant(blocks: Sequence[NamedBlock]) -> Message:

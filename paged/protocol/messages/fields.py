@@ -10,6 +10,7 @@ from ...base.kinds import Boolean, Integer
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
+from ..fields.images import MEDIA_TYPES, DataURL
 from ..fields.sampling import TOKEN_FIELDS
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_STOP_STRINGS
@@ -76,7 +77,22 @@ THINKING_BLOCK = FieldTable(
 REDACTED_BLOCK = FieldTable(
     "a block", [_type("redacted_thinking"), *ignored("data", "only its server can read it")]
 )
-USER_BLOCKS = {"text": TEXT_BLOCK, "tool_result": RESULT_BLOCK}
+_SOURCES = {
+    "base64": FieldTable(
+        "a source",
+        [
+            _type("base64"),
+            Field("media_type", Choice(MEDIA_TYPES), "the format of the file", required=True),
+            Field("data", Text(1), "the file in base64", required=True),
+        ],
+    ),
+    "url": FieldTable("a source", [_type("url"), Field("url", DataURL(), "the image", required=True)]),
+}
+IMAGE_BLOCK = FieldTable(
+    "a block",
+    [_type("image"), Field("source", Tagged("type", _SOURCES), "the image", required=True), *_CACHED],
+)
+USER_BLOCKS = {"text": TEXT_BLOCK, "image": IMAGE_BLOCK, "tool_result": RESULT_BLOCK}
 ASSISTANT_BLOCKS = {
     "text": TEXT_BLOCK,
     "tool_use": USE_BLOCK,

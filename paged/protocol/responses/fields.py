@@ -15,6 +15,7 @@ from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
+from ..fields.images import DETAIL, DataURL
 from ..fields.sampling import TOKEN_FIELDS, sampling_field
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
@@ -34,6 +35,16 @@ _INPUT_TEXT = FieldTable(
 )
 _PARTS = {
     "input_text": _INPUT_TEXT,
+    "input_image": FieldTable(
+        "a part",
+        [
+            _type("input_image"),
+            Field("image_url", DataURL(), "the image", required=True),
+            Field("detail", DETAIL, "has no effect: an image is shown as the model's processor does"),
+            *refused("file_id", "there are no uploaded files"),
+            *ignored("prompt_cache_breakpoint", "prefixes are cached"),
+        ],
+    ),
     "output_text": FieldTable(
         "a part",
         [
@@ -53,7 +64,7 @@ MESSAGE_ITEM = FieldTable(
         Field(
             "content",
             OneOf((Text(), ListOf(Tagged("type", _PARTS)))),
-            "text, or parts of text",
+            "text, or parts of text and images",
             required=True,
         ),
         *ignored("id status phase", _OF_OUTPUTS),

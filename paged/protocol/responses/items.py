@@ -7,6 +7,7 @@ from typing import Any
 
 from ...base.errors import RequestError
 from ...base.validation import shown
+from ..fields.images import image_part, refuse_images
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]
@@ -53,16 +54,18 @@ class _Turns:
             case "reasoning":
                 self._add_reasoning(item)
             case _:
-                self._add_message(item)
+                self._add_message(name, item)
 
-    def _add_message(self, item: Item) -> None:
+    def _add_message(self, name: str, item: Item) -> None:
+        if item["role"] != "user":
+            refuse_images(f"{name}.content", item["role"], item["content"], "input_image")
         if item["role"] == "assistant":
             message = self._assistant()
             message["content"] = (message.get("content") or "") + _text(item["content"])
             return
         content = item["content"]
         if not isinstance(content, str):
-            content = [{"type": "text", "text": _part_text(part)} for part in content]
+            content = [_chat_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
         self._append({"role": item["role"], "content": content})
 
     def _add_call(self, name: str, item: Item) -> None:
@@ -104,6 +107,13 @@ class _Turns:
     def _append(self, message: Message) -> None:
         self.messages.append(message)
         self._open = None
+
+
+def _chat_part(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part as those of a chat's messages are."""
+    if part["type"] == "input_image":
+        return image_part(name, part["image_url"], part.get("detail"))
+    return {"type": "text", "text": _part_text(part)}
 
 
 def _part_text(part: Mapping[str, Any]) -> str:

@@ -157,6 +157,9 @@ class HostBatches:
         positions = _positions(plan)
         if self.long_context is not None:
             positions = _offset_positions(positions, plan, self.long_context)
+        if plan.rope_offsets:
+            offsets = np.repeat(plan.rope_offsets, plan.counts)
+            positions = (np.array(positions) + offsets).tolist()
         rope_lens = _rope_lens(plan) if self.with_rope_lens else []
         ends = [*accumulate(plan.counts)]
         reached = plan.positions()

@@ -83,6 +83,7 @@ class _Step(NamedTuple):
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
+    rope_offsets: Sent | None = None  # of each token
 
 
 class SeatedBatches:
@@ -203,6 +204,11 @@ class SeatedBatches:
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
             last_tokens=last_tokens,
+            rope_offsets=(
+                upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
+                if plan.rope_offsets
+                else None
+            ),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -226,6 +232,8 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        if step.rope_offsets is not None:
+            batch.positions = batch.positions + step.rope_offsets.tensor
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:

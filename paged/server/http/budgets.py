@@ -10,6 +10,8 @@ from contextlib import contextmanager
 # Of the bodies of all requests that are being read, parsed and answered. Parsed, a body takes up to 24
 # times its size: docs/security.md has what was measured.
 MAX_BODY_BYTES_IN_PROGRESS = 128 * 2**20
+BODY_BYTES = 16 * 2**20  # of one body
+SEEING_BODY_BYTES = 64 * 2**20  # of one body to a model that sees images
 SMALL_BYTES = 2**16  # a body of at most this size is small
 SMALL_BODIES_BYTES = 2**26  # more, for small bodies alone, so that large ones do not keep them out
 # A client may hold so many times the room that it leaves free: there is always some for the next one.

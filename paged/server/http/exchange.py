@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...engine.async_base import LEAST_TIMEOUT_S
-from ...protocol.endpoints import Access
+from ...protocol.endpoints import Access, is_of_ollama
 from ...requests.request import RequestOutput
 from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
@@ -33,6 +33,7 @@ SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most 
 # Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
 IS_TOO_SLOW = "paged.is_too_slow"
 CUT = "paged.cut"
+LOAD_S = "paged.load_s"  # of a scope: seconds for which the request has waited for its model
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
@@ -45,6 +46,7 @@ class Exchange:
     body_timeout_s: seconds within which the body must arrive.
     budget: the memory budget for the bodies of all requests.
     responses: the memory budget for all whole responses.
+    scope, receive, send: of the ASGI application.
     address: the client's address; "" at a Unix domain socket.
     num_body_bytes: how many bytes of the body were read.
     route: the path below --root-path.
@@ -53,6 +55,8 @@ class Exchange:
     status: the status of the response, once it has begun.
     is_accepted: whether the server answers the request even while it shuts down.
     is_complete: whether the last part of the response was passed on for sending.
+    is_passed_on: whether another application answers it, which counts it.
+    load_s: seconds for which the request has waited for its model.
     record: the record of the request, once its body was accepted.
     access: the access for which the key was checked; None if the route needs no key.
     key: the usage of the request's key, if keys belong to tenants.
@@ -71,7 +75,6 @@ class Exchange:
         "_query_string",
         "_responses",
         "_room",
-        "_send",
         "access",
         "address",
         "admission",
@@ -79,7 +82,9 @@ class Exchange:
         "extra_headers",
         "is_accepted",
         "is_complete",
+        "is_passed_on",
         "key",
+        "load_s",
         "max_body_bytes",
         "method",
         "owner",
@@ -88,6 +93,8 @@ class Exchange:
         "record",
         "request_id",
         "route",
+        "scope",
+        "send",
         "status",
     )
 
@@ -102,8 +109,9 @@ class Exchange:
         budget: BodyBudget,
         responses: ResponseBudget,
     ) -> None:
+        self.scope = scope
         self.receive = receive
-        self._send = send
+        self.send = send
         self._is_too_slow: Callable[[], bool] = scope[IS_TOO_SLOW]
         self._cut: Callable[[], None] = scope[CUT]
         self._responses = responses
@@ -122,6 +130,8 @@ class Exchange:
         self.status: int | None = None
         self.is_accepted = False
         self.is_complete = False
+        self.is_passed_on = False
+        self.load_s: float = scope.get(LOAD_S, 0.0)
         self.record: RequestRecord | None = None
         self.access: Access | None = None
         self.key: KeyUsage | None = None
@@ -154,6 +164,11 @@ class Exchange:
         """Record an output of an engine."""
         if self.record is not None:
             self.record.on_output(output, time.monotonic(), replica)
+
+    async def read_body(self) -> bytes:
+        """Read the body as it is. Its memory counts until `end`. Raises what `read_json` does."""
+        self._check_type()
+        return b"".join(await self._read())
 
     async def read_json(self, parse: Callable[[Any], T]) -> T:
         """Read the body as JSON. Return the result of `parse` for its value.
@@ -244,6 +259,9 @@ class Exchange:
         )
 
     def _check_type(self) -> None:
+        # Ollama takes any type, as curl -d sends one. What a browser sends without asking first is refused.
+        if is_of_ollama(self.route) and self.header("origin") is None:
+            return
         kind, _, parameters = (self.header("content-type") or "").partition(";")
         if kind.strip().lower() != JSON:
             got = f"got {kind.strip()!r}" if kind else "it is missing"
@@ -268,7 +286,7 @@ class Exchange:
             *headers,
             *(self.key.headers() if self.key is not None else ()),
         ]
-        await self._send({"type": "http.response.start", "status": status, "headers": sent})
+        await self.send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Send the next part of the response, once the client has read enough of the earlier parts."""
@@ -279,7 +297,7 @@ class Exchange:
         await self._send_body(body[rest:] if body else body, more=more)
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self.send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(
         self, status: int, body: bytes, content_type: str = JSON, headers: Iterable[Header] = ()

@@ -102,7 +102,9 @@ def failure_of(error: Exception, retry_after_s: int, request_id: str) -> Failure
         message = f"the server failed; its log has the error of request {request_id}"
     param = error.param if isinstance(error, PagedError) else None
     body = error_body(status, message, param=param, code=code)
-    return FailureResponse(status, body, (*headers, *retry_headers(status, retry_after_s)))
+    if not any(name == b"retry-after" for name, _ in headers):
+        headers = (*headers, *retry_headers(status, retry_after_s))
+    return FailureResponse(status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int) -> tuple[Header, ...]:

@@ -29,6 +29,7 @@ SEND_BUFFER_BYTES = 2**18
 # Files beside the connections: of the engine processes, of workers, of libraries, and some that end.
 NUM_OTHER_FILES = 64
 MOST_BY_DEFAULT = 8192
+OLLAMA_PORT = 11434
 METRICS_CONNECTIONS = 16  # to --metrics-port
 
 
@@ -36,10 +37,12 @@ class Listeners(NamedTuple):
     """The sockets of a server.
 
     metrics: the socket of --metrics-port; None without that option.
+    ollama: the socket at Ollama's port; None without --api ollama.
     """
 
     main: socket.socket
     metrics: socket.socket | None
+    ollama: socket.socket | None = None
 
 
 @contextlib.contextmanager
@@ -52,7 +55,10 @@ def bind_all(options: ServeOptions) -> Iterator[Listeners]:
         metrics = None
         if options.metrics_port is not None:
             metrics = stack.enter_context(_bound(options.host, options.metrics_port, "--metrics-port"))
-        yield Listeners(main, metrics)
+        ollama = None
+        if "ollama" in options.api:
+            ollama = stack.enter_context(_bound_to_ollama(options.host))
+        yield Listeners(main, metrics, ollama)
 
 
 def bind(options: ServeOptions) -> socket.socket:
@@ -64,6 +70,14 @@ def bind(options: ServeOptions) -> socket.socket:
         return _bound(options.host, options.port, "--port")
     with _explained(options.uds, "another --uds"):
         return _bind_path(options.uds)
+
+
+@contextlib.contextmanager
+def _bound_to_ollama(host: str) -> Iterator[socket.socket]:
+    with _explained(f"{host}:{OLLAMA_PORT}", "--api ollama away, or end that one, which may be Ollama"):
+        listener = _bind_port(host, OLLAMA_PORT)
+    with listener:
+        yield listener
 
 
 def _bound(host: str, port: int, flag: str) -> socket.socket:
@@ -180,6 +194,7 @@ class Server(uvicorn.Server):
     on_start: called once the server listens.
     on_refusal: called for requests that do not reach the application; see `Connection`.
     metrics_app: answers the requests to --metrics-port.
+    ollama_app: answers the requests to Ollama's port.
     """
 
     def __init__(
@@ -190,6 +205,7 @@ class Server(uvicorn.Server):
         on_start: Callable[[], None],
         on_refusal: OnRefusal,
         metrics_app: ASGIApp | None = None,
+        ollama_app: ASGIApp | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -221,11 +237,14 @@ class Server(uvicorn.Server):
             connections=self.server_state.connections,
             tasks=self.server_state.tasks,
         )
-        self._contexts = [self._context]
+        self._contexts: list[ConnectionContext | None] = [self._context, None, None]
         if metrics_app is not None:
             most = METRICS_CONNECTIONS
             context = replace(self._context, app=metrics_app, root_path="", max_connections=most)
-            self._contexts.append(context)
+            self._contexts[1] = context
+        if ollama_app is not None:
+            self._contexts[2] = replace(self._context, app=ollama_app, root_path="")
+        self._sockets: Listeners | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -235,9 +254,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         assert sockets is not None
+        assert self._sockets is not None
         acceptors = [
             Acceptor(each, context, self.config.ssl)
-            for each, context in zip(sockets, self._contexts, strict=False)
+            for each, context in zip(self._sockets, self._contexts, strict=True)
+            if each is not None and context is not None
         ]
         self.servers = [*acceptors]  # type: ignore[list-item]
         for acceptor in acceptors:
@@ -245,13 +266,19 @@ class Server(uvicorn.Server):
         self.started = True
         self._on_start()
 
-    async def listen(self, listener: socket.socket, metrics: socket.socket | None = None) -> None:
+    async def listen(
+        self,
+        listener: socket.socket,
+        metrics: socket.socket | None = None,
+        ollama: socket.socket | None = None,
+    ) -> None:
         """Serve until `stop` is called. Raises ResourceError if the address has been taken meanwhile.
 
-        metrics: the socket of --metrics-port.
+        metrics: the socket of --metrics-port. ollama: the one at Ollama's port.
         """
+        self._sockets = Listeners(listener, metrics, ollama)
         try:
-            await self.serve([listener] if metrics is None else [listener, metrics])
+            await self.serve([each for each in self._sockets if each is not None])
         except OSError as error:
             if self.started or error.errno != errno.EADDRINUSE:
                 raise

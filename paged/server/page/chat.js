@@ -2,6 +2,7 @@
 
 import { events, explain, keyOf, node, number, request } from "./api.js";
 
+const PATIENCE_MS = 2000; // without a token, until the page says what it waits for
 const STORED = "paged.chat"; // so that a conversation goes on after a reload
 const NUM_TOP = 5;
 const NUMBERS = ["temperature", "top_p", "min_p", "max_tokens", "seed"];
@@ -13,15 +14,29 @@ const input = $("input");
 let conversation = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
 let running = null; // aborts the answer that comes
 
-export function startChat(modelName, askForKeys) {
+// onAnswer: called when an answer has ended.
+export function startChat(modelName, askForKeys, onAnswer) {
+  const ask = async (text) => {
+    await answer(text, modelName(), askForKeys);
+    onAnswer();
+  };
   for (const message of conversation) show(message.role).text.textContent = message.content;
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = input.value.trim();
     if (!text || running || !areNumbersRight()) return;
     input.value = "";
-    answer(text, modelName(), askForKeys);
+    ask(text);
   });
+  $("again").addEventListener("click", () => {
+    if (running || conversation.at(-1)?.role !== "assistant" || !areNumbersRight()) return;
+    conversation.pop();
+    const { content } = conversation.pop();
+    store();
+    for (let i = 0; i < 2; i += 1) list.lastElementChild?.remove();
+    ask(content);
+  });
+  $("export").addEventListener("click", download);
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -60,13 +75,23 @@ function areNumbersRight() {
   return true;
 }
 
+// Save the conversation as JSON, in the form of a body's messages.
+function download() {
+  const link = node("a");
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(conversation, null, 2)], { type: "application/json" }));
+  link.download = "conversation.json";
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
 function store() {
   sessionStorage.setItem(STORED, JSON.stringify(conversation));
 }
 
 function show(role) {
   const message = node("li", `message ${role}`);
-  const reasoning = node("div", "reasoning");
+  const reasoning = node("details", "reasoning"); // folded
+  reasoning.append(node("summary", "", "Reasoning"));
   const text = node("div", "text");
   const note = node("div", "note");
   reasoning.hidden = true;
@@ -93,6 +118,11 @@ async function answer(text, model, askForKeys) {
   const tokens = new TokenText(shown.text);
   running = new AbortController();
   setBusy(true);
+  const wait = node("span");
+  shown.note.append(wait);
+  const waiting = setTimeout(() => {
+    wait.textContent = `waiting for ${model}, which may have to be loaded first`;
+  }, PATIENCE_MS);
   let firstAt = null;
   let usage = null;
   let reason = "";
@@ -105,7 +135,11 @@ async function answer(text, model, askForKeys) {
       const choice = chunk.choices?.[0];
       if (!choice) continue;
       const { content, reasoning_content: reasoning } = choice.delta;
-      if (content || reasoning) firstAt ??= performance.now();
+      if (firstAt === null && (content || reasoning)) {
+        firstAt = performance.now();
+        clearTimeout(waiting);
+        wait.remove();
+      }
       if (reasoning) {
         shown.reasoning.hidden = false;
         tokens.hasReasoning = true;
@@ -120,6 +154,8 @@ async function answer(text, model, askForKeys) {
     else shown.note.append(node("div", "error", error.message));
     if (error.needsKey) askForKeys();
   } finally {
+    clearTimeout(waiting);
+    wait.remove();
     running = null;
     setBusy(false);
     tokens.finish();
@@ -140,6 +176,7 @@ async function answer(text, model, askForKeys) {
 
 function setBusy(isBusy) {
   $("send").hidden = isBusy;
+  $("again").hidden = isBusy;
   $("stop").hidden = !isBusy;
 }
 

@@ -23,16 +23,25 @@ keybox.addEventListener("close", () => {
 });
 document.getElementById("keys").addEventListener("click", askForKeys);
 
+// A server of several models says which are loaded; a request loads the others.
+function option({ id, state }) {
+  const made = node("option", "", state === undefined || state === "loaded" ? id : `${id} (${state === "absent" ? "not loaded" : state})`);
+  made.value = id;
+  return made;
+}
+
 async function loadModels() {
   try {
     const { data } = await (await request("v1/models", { key: keyOf("key") })).json();
-    model.replaceChildren(...data.map(({ id }) => node("option", "", id)));
-    fillIn(data[0]?.chat_defaults);
+    const chosen = model.value;
+    model.replaceChildren(...data.map(option));
+    if (data.some(({ id }) => id === chosen)) model.value = chosen;
+    fillIn(data.find(({ id }) => id === model.value)?.chat_defaults);
   } catch (error) {
     if (error.needsKey) askForKeys();
   }
 }
 
-startChat(() => model.value, askForKeys);
+startChat(() => model.value, askForKeys, loadModels);
 const restart = watch();
 loadModels();

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.validation import shown
-from ...protocol.endpoints import POST_END, POST_REPLICAS
+from ...protocol.endpoints import POST_END, POST_LOAD, POST_REPLICAS, POST_UNLOAD
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
@@ -134,3 +134,19 @@ class ReloadKeysRoute:
         except ConfigError as error:
             raise HttpError(400, str(error)) from None
         await exchange.respond_json(200, {"keys": num})
+
+
+class OneModelRoute:
+    """Refuses to load or unload the model of a server that has one."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        verb = exchange.route.rpartition("/")[2]
+        exchange.route = (POST_LOAD if verb == "load" else POST_UNLOAD).path
+        raise HttpError(
+            400,
+            f"this server has one model, {self._front.names[0]!r}, which stays loaded; one with several "
+            f"names or --models can {verb} them",
+        )

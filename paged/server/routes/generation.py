@@ -21,7 +21,7 @@ from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_answer, in_thread_if, until_disconnect
 from ..http.failures import HttpError
 from .readers import MergedOutcomes, OnOutput, Outcome, finished_outcomes, num_parts_of
-from .streaming import Events, Lines, send_stream
+from .streaming import Events, Lines, ObjectLines, send_stream
 
 if TYPE_CHECKING:
     from ...requests.request import Prompt
@@ -54,6 +54,10 @@ class AnswerRoute:
         front = self._front
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         self.take(exchange, call)
+        ready = call.immediate(front.names[0])
+        if ready is not None:
+            await exchange.respond_json(200, ready)
+            return
         async with until_disconnect(exchange):
             streams, identity, on_output = await _begin(front, exchange, call)
             async with _placing(exchange, streams):
@@ -77,7 +81,8 @@ class AnswerRoute:
         terms: its identity, when it was created, and the name of the model.
         """
         if call.stream:
-            framing = Events(call, call.chunks(*terms))
+            chunks = call.chunks(*terms)
+            framing = ObjectLines(call, chunks) if chunks.IS_LINES else Events(call, chunks)
             await send_stream(self._front, exchange, MergedOutcomes(streams, on_output), framing)
             return None
         outputs = await _finished_outputs(call, streams, on_output)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ...engine.async_base import RequestStream
 from ...protocol.calls.call import AnswerCall
@@ -16,7 +16,8 @@ from ...protocol.responses.events import response_of_item
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
-from ..responses import ResponseInProgress, ResponseKey, StoredResponse
+from ..responses import ResponseInProgress, ResponseKey, Responses, StoredResponse
+from ..telemetry.records import RequestRecord
 from .generation import AnswerRoute
 from .readers import OnOutput
 
@@ -26,7 +27,18 @@ def _key(exchange: Exchange, response_id: str) -> ResponseKey:
     return ResponseKey(owner, response_id)
 
 
-def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
+class ResponsesFront(Protocol):
+    """What the routes of stored responses need; see `FrontEnd`."""
+
+    @property
+    def responses(self) -> Responses:
+        """The stored responses, and those in progress."""
+
+    async def end_record(self, record: RequestRecord) -> None:
+        """Abort a request, which then gets an error."""
+
+
+def _absent(front: ResponsesFront, what: str, param: str | None = None) -> HttpError:
     stores = front.responses.max_bytes
     why = "it may have left the memory of" if stores else "this server stores none without"
     return HttpError(
@@ -37,9 +49,9 @@ def _absent(front: FrontEnd, what: str, param: str | None = None) -> HttpError:
     )
 
 
-def _without_output(front: FrontEnd, response: ResponseInProgress, status: str) -> dict[str, Any]:
+def _without_output(response: ResponseInProgress, status: str) -> dict[str, Any]:
     """Return a response in progress: its output is what its own client gets."""
-    return response.call.chunks(response.identity, response.created, front.names[0]).response(status)
+    return response.call.chunks(response.identity, response.created, response.record.model).response(status)
 
 
 class ResponsesRoute(AnswerRoute):
@@ -125,7 +137,7 @@ class ResponsesRoute(AnswerRoute):
 class ResponseRoute:
     """Returns a stored response or a response in progress."""
 
-    def __init__(self, front: FrontEnd) -> None:
+    def __init__(self, front: ResponsesFront) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -141,7 +153,7 @@ class ResponseRoute:
         key = _key(exchange, response_id)
         response = front.responses.find_in_progress(key)
         if response is not None:
-            await exchange.respond_json(200, _without_output(front, response, "in_progress"))
+            await exchange.respond_json(200, _without_output(response, "in_progress"))
             return
         found = front.responses.find(key)
         if found is None:
@@ -152,7 +164,7 @@ class ResponseRoute:
 class DeleteResponseRoute:
     """Removes a stored response."""
 
-    def __init__(self, front: FrontEnd) -> None:
+    def __init__(self, front: ResponsesFront) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -167,7 +179,7 @@ class DeleteResponseRoute:
 class CancelRoute:
     """Cancels a response in progress. A stored response that has ended is returned unchanged."""
 
-    def __init__(self, front: FrontEnd) -> None:
+    def __init__(self, front: ResponsesFront) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -178,9 +190,8 @@ class CancelRoute:
         response = front.responses.find_in_progress(key)
         if response is not None:
             response.call.is_cancelled = True
-            response.record.is_ended = True
-            await front.engine.abort(response.record.engine_ids)
-            await exchange.respond_json(200, _without_output(front, response, "cancelled"))
+            await front.end_record(response.record)
+            await exchange.respond_json(200, _without_output(response, "cancelled"))
             return
         found = front.responses.find(key)
         if found is None:

@@ -54,7 +54,7 @@ class Events(Framing):
         self._call = call
         self._chunks = chunks
         self._event: Callable[[dict[str, Any]], bytes] = named_event if chunks.NAMES_EVENTS else event
-        self._done = b"" if chunks.NAMES_EVENTS else DONE
+        self._done = DONE if chunks.ENDS_WITH_DONE and not chunks.NAMES_EVENTS else b""
         self._has_begun = False
 
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
@@ -79,6 +79,21 @@ class Events(Framing):
     def error(self, failure: FailureResponse) -> bytes:
         """Return the event of an error."""
         return self._event(self._chunks.error(failure.status, failure.body))
+
+
+class ObjectLines(Events):
+    """Chunks as lines of JSON. An output that failed ends the stream."""
+
+    content_type = JSON_LINES
+
+    def __init__(self, call: AnswerCall, chunks: Chunks) -> None:
+        super().__init__(call, chunks)
+        self._event = _line
+        self._done = b""
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return encode_json(value) + b"\n"
 
 
 class Lines(Framing):

@@ -12,6 +12,7 @@ from ..http.exchange import Exchange
 from .admin import (
     DrainRoute,
     EndRoute,
+    OneModelRoute,
     PauseRoute,
     ReloadKeysRoute,
     ReplicasRoute,
@@ -20,6 +21,8 @@ from .admin import (
     ResumeRoute,
 )
 from .generation import AnswerRoute, ResultRoute
+from .llamacpp import PropsRoute, SlotsRoute
+from .ollama import LmStudioRoute, NoChangeRoute, PsRoute, ShowRoute, TagsRoute
 from .page import PageRoute, WatchRoute
 from .responses import CancelRoute, DeleteResponseRoute, ResponseRoute, ResponsesRoute
 from .service import (
@@ -48,6 +51,16 @@ _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
     endpoints.POST_SCORE: ScoreRoute,
     endpoints.POST_TOKENIZE: TextRoute,
     endpoints.POST_DETOKENIZE: TextRoute,
+    endpoints.POST_OLLAMA_CHAT: AnswerRoute,
+    endpoints.POST_OLLAMA_GENERATE: AnswerRoute,
+    endpoints.POST_OLLAMA_EMBED: EmbeddingRoute,
+    endpoints.POST_OLLAMA_EMBEDDINGS: EmbeddingRoute,
+    endpoints.POST_OLLAMA_SHOW: ShowRoute,
+    endpoints.POST_OLLAMA_PULL: NoChangeRoute,
+    endpoints.POST_OLLAMA_COPY: NoChangeRoute,
+    endpoints.POST_NATIVE: AnswerRoute,
+    endpoints.POST_INFILL: AnswerRoute,
+    endpoints.POST_APPLY_TEMPLATE: TextRoute,
     endpoints.POST_GENERATE: ResultRoute,
     endpoints.POST_GENERATE_BATCH: ResultRoute,
 }
@@ -56,6 +69,14 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.GET_RESPONSE: ResponseRoute,
     endpoints.DELETE_RESPONSE: DeleteResponseRoute,
     endpoints.POST_CANCEL: CancelRoute,
+    endpoints.DELETE_OLLAMA: partial(NoChangeRoute, endpoints.DELETE_OLLAMA.path),
+    endpoints.GET_PROPS: PropsRoute,
+    endpoints.GET_SLOTS: SlotsRoute,
+    endpoints.GET_TAGS: TagsRoute,
+    endpoints.GET_PS: PsRoute,
+    endpoints.GET_LMSTUDIO_MODELS: LmStudioRoute,
+    endpoints.GET_LMSTUDIO_MODEL: LmStudioRoute,
+    endpoints.GET_OLLAMA_VERSION: VersionRoute,
     endpoints.GET_MODELS: ModelsRoute,
     endpoints.GET_MODEL: ModelRoute,
     endpoints.GET_HEALTH: HealthRoute,
@@ -67,6 +88,8 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     **{endpoint: partial(PageRoute, endpoint, file) for endpoint, file in endpoints.PAGE_FILES.items()},
     endpoints.GET_REQUESTS: RequestsRoute,
     endpoints.POST_END: EndRoute,
+    endpoints.POST_LOAD: OneModelRoute,
+    endpoints.POST_UNLOAD: OneModelRoute,
     endpoints.POST_REPLICAS: ReplicasRoute,
     endpoints.POST_PAUSE: PauseRoute,
     endpoints.POST_RESUME: ResumeRoute,

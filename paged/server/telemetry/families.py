@@ -94,6 +94,12 @@ STATES = (
         lambda s: s.waste,
     ),
     _gauge(
+        "state_snapshots",
+        "Snapshots of states for prefixes: those that are kept, and the most that may be.",
+        lambda s: {"kept": s.num_snapshots, "most": s.max_snapshots},
+        "kind",
+    ),
+    _gauge(
         "batch_utilization_perc",
         "Running requests over max_num_seqs, 0 to 1.",
         lambda s: s.num_running / s.max_num_seqs,
@@ -119,6 +125,11 @@ STATES = (
 TOTALS = (
     _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda s: s.num_queried_tokens),
     _counter("prefix_cache_hits", "Tokens found in the prefix cache.", lambda s: s.num_cached_tokens),
+    _counter(
+        "prefix_cache_cut",
+        "Tokens whose blocks were cached, but computed again without a snapshot of states behind them.",
+        lambda s: s.num_cut_tokens,
+    ),
     _counter(
         "num_preemptions", "Preemptions.", lambda s: s.num_recompute_preemptions + s.num_swap_preemptions
     ),

@@ -141,10 +141,7 @@ class ServerMetrics(Observer):
         removed: the last statistics of removed engines. Their counts stay, so that sums over engines never
             fall.
         """
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Rendering(self._families(stats, removed)))
-        ProcessCollector(registry=registry)
-        return generate_latest(registry)
+        return rendered(self.families(stats, removed))
 
     # Counting
 
@@ -195,9 +192,10 @@ class ServerMetrics(Observer):
 
     # Rendering
 
-    def _families(
-        self, stats: Mapping[int, EngineStats], removed: Mapping[int, EngineStats]
+    def families(
+        self, stats: Mapping[int, EngineStats], removed: Mapping[int, EngineStats] = MappingProxyType({})
     ) -> Iterator[Metric]:
+        """Yield the metrics of `render`."""
         for family in METRIC_FAMILIES:
             metric = _new_metric(self._prefix, family)
             if family.read is not None:
@@ -255,6 +253,31 @@ class ServerMetrics(Observer):
             )
             for engine, s in stats.items()
         ]
+
+
+def rendered(families: Iterator[Metric]) -> bytes:
+    """Return metrics in the text format of Prometheus, with those of this process."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Rendering(families))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+def merged(parts: Iterable[Iterator[Metric]]) -> Iterator[Metric]:
+    """Yield the metrics of several models as one: values with equal labels are added."""
+    for families in zip(*parts, strict=True):
+        first = families[0]
+        values = dict[tuple[str, tuple[tuple[str, str], ...]], float]()
+        is_of_process = not any(sample.labels for family in families for sample in family.samples)
+        for family in families[: 1 if is_of_process else None]:
+            for sample in family.samples:
+                key = sample.name, tuple(sample.labels.items())
+                values[key] = values.get(key, 0.0) + sample.value
+        metric = Metric(first.name, first.documentation, first.type)
+        for (name, labels), value in values.items():
+            # An info has its facts as labels, and is always 1.
+            metric.add_sample(name, dict(labels), 1.0 if name.endswith("_info") else value)
+        yield metric
 
 
 class _ByEngine(dict[int, T]):

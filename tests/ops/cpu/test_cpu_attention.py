@@ -95,6 +95,36 @@ def test_a_token_has_the_same_bits_alone_in_a_batch_in_chunks_and_as_a_decode(dt
             assert torch.equal(paged_attention_from_nan(**alone), together[first:end])
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 32), (torch.bfloat16, 64)], ids=str)
+def test_tokens_that_see_later_ones_have_the_same_bits_in_chunks_and_with_any_neighbours(dtype, head_dim):
+    """Across splits, with a window, where texts stand before, between and behind spans."""
+    for window in (None, 700):
+        seq_len = SPLIT_KEYS + 120
+        options = {"num_heads": 6, "head_dim": head_dim, "dtype": dtype, "sliding_window": window}
+        case = ragged_case([seq_len, 40], [300, 40], **options)
+        first = seq_len - 300
+        spans = [(first + 3, first + 8), (first + 40, first + 140), (first + 140, first + 240)]
+        last_keys = [*range(first, seq_len), *range(40)]
+        for start, end in spans:
+            last_keys[start - first : end - first] = [end - 1] * (end - start)
+        case["last_keys"] = torch.tensor(last_keys, dtype=torch.int32)
+        together = paged_attention_from_nan(**case)
+        assert_exact_enough(together, case, reference.paged_attention, "numba")
+        texts = paged_attention_from_nan(**{**case, "last_keys": None})
+        is_text = case["last_keys"] == torch.tensor([*range(first, seq_len), *range(40)])
+        assert torch.equal(together[is_text], texts[is_text]), "a span changes the bits of texts"
+        for start, end in ((0, 300), (0, 40), (40, 140), (140, 300), (3, 8), (240, 241)):
+            alone = {
+                **take_sequences(case, [0]),
+                "query": case["query"][start:end],
+                "seq_lens": torch.tensor([first + end], dtype=torch.int32),
+                "cu_seqlens_q": torch.tensor([0, end - start], dtype=torch.int32),
+                "max_seqlen_q": end - start,
+                "last_keys": case["last_keys"][start:end],
+            }
+            assert torch.equal(paged_attention_from_nan(**alone), together[start:end])
+
+
 @pytest.mark.parametrize("num_threads", [1, 4], ids="num_threads={}".format)
 def test_splits_outside_of_the_window_weigh_nothing(num_threads):
     """Even if a unit has no other split, and whatever was in its memory before."""

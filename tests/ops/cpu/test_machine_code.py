@@ -18,7 +18,7 @@ import paged
 from paged.kernels.cpu import compiling
 from paged.kernels.cpu.compiled import kernels
 from paged.kernels.cpu.compiled.loading import place_by_llvm
-from paged.kernels.cpu.launch import code_cache, machine_code
+from paged.kernels.cpu.launch import code_cache, compiled_files, machine_code
 
 SCRIPT = """
     import ctypes, sys
@@ -150,7 +150,7 @@ def test_a_copy_of_the_project_compiles_nothing(tmp_path, monkeypatch):
     cached = copy / "paged" / "kernels" / "cpu" / "__pycache__"
     cached.mkdir()
     for name in compiling.SECONDS:
-        shutil.copyfile(directory / code_cache._file_name(name), cached / code_cache._file_name(name))
+        shutil.copyfile(directory / code_cache.file_name(name), cached / code_cache.file_name(name))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     environment = {**os.environ, "PYTHONPATH": str(copy), "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
     command = [sys.executable, "-c", textwrap.dedent(COPY)]
@@ -239,18 +239,18 @@ def test_a_terminal_gets_a_bar(tmp_path):
 def test_a_claim_ends_with_its_process(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     script = """
-        from paged.kernels.cpu.launch import code_cache
-        with code_cache.claimed("k") as ours:
+        from paged.kernels.cpu.launch import compiled_files
+        with compiled_files.claimed("k") as ours:
             print(ours, flush=True)
             input()
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "True\n"
-        with code_cache.claimed("k") as ours:
+        with compiled_files.claimed("k") as ours:
             assert not ours
         process.send_signal(signal.SIGKILL)
-    with code_cache.claimed("k") as ours:
+    with compiled_files.claimed("k") as ours:
         assert ours
     assert files(tmp_path, ".lock") == set()
 

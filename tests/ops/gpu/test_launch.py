@@ -193,11 +193,11 @@ def test_the_oldest_of_too_many_combinations_goes():
     bound = Launches(lambda number: f"launch {number}")
     for number in range(MOST_COMBINATIONS + 10):
         assert bound.find((number,), number) == f"launch {number}"
-    assert len(bound) == MOST_COMBINATIONS
+    assert len(bound._kept) == MOST_COMBINATIONS
     assert bound.find((10,), -1) == "launch 10"
     assert bound.find((9,), -1) == "launch -1", "it was bound anew"
     assert bound.find(None, 1) == "launch 1"
-    assert len(bound) == MOST_COMBINATIONS, "what has no key is not kept"
+    assert len(bound._kept) == MOST_COMBINATIONS, "what has no key is not kept"
 
 
 def test_threads_share_what_is_kept():
@@ -210,7 +210,7 @@ def test_threads_share_what_is_kept():
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(call, range(8))) == [[]] * 8
-    assert len(bound) == MOST_COMBINATIONS
+    assert len(bound._kept) == MOST_COMBINATIONS
 
 
 def test_a_launch_may_be_made_while_another_thread_makes_the_first():
@@ -245,7 +245,7 @@ def test_what_is_refused_is_not_kept():
         with pytest.raises(ValueError, match="wrong"):
             bound.find((1,), 1)
     assert calls == [1, 1]
-    assert len(bound) == 0
+    assert len(bound._kept) == 0
 
 
 def test_outside_of_steps_all_that_may_be_wrong_with_a_tensor_is_in_the_key(monkeypatch):

@@ -8,7 +8,7 @@ from ..simd.gather import copy_pairs, copy_rows, pair_rows
 from ..simd.memory import transpose
 from ..simd.vectors import dispatch, function, padded
 from .amx_attention import KEYS, add_values, clear_pairs, multiply_tiles, whole_keys
-from .softmax import KeyTile, rows_from, softmax_step
+from .softmax import KeyTile, end_of_keys, rows_from, softmax_step
 from .units import BY_FLOATS, BY_PAIRS, BY_TILES, HAS_FLOATS, HAS_PAIRS, HAS_WORDS
 
 _ROW_BLOCK = 12  # query rows that go through a key tile together, up to the last key that one of them sees
@@ -106,8 +106,10 @@ def attend_in_scratch(args, unit, scratch, state, tile, configured, prefetch):
         )
         for block in range(0, rows, step):
             some = min(step, rows - block)
-            # Keys that the block's last row does not see are left out.
-            seen = min(tile.end, unit.position + (block + some - 1) // group + 1 - tile.start)
+            # Keys that none of the block's rows sees are left out.
+            first = block // group
+            end_key = end_of_keys(unit.last_keys, unit.position, first, (block + some - 1) // group + 1)
+            seen = min(tile.end, end_key - tile.start)
             if seen <= tile.skip:
                 continue
             if CPU_HAS_TILES and unit.arithmetic == BY_TILES and some != configured:

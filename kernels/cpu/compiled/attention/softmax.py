@@ -14,7 +14,7 @@ from ...attention.paged_attention import TILE, TILE_BYTES
 from ...formats import FLOAT32
 from ...target import LANES, VECTOR_BYTES
 from ..simd.gather import copy_row, fetch_rows, highest_of_rows, totals_of_rows
-from ..simd.memory import get_float, load, load_up_to, set_float, store, store_narrow, store_some_as
+from ..simd.memory import get_float, get_int, load, load_up_to, set_float, store, store_narrow, store_some_as
 from ..simd.vectors import (
     add,
     exp2,
@@ -71,6 +71,20 @@ class Prefetch(NamedTuple):
     key_bytes: int
     value_offset: int
     value_bytes: int
+
+
+@function
+def end_of_keys(last_keys, position, first, end):
+    """Return the position behind the last key that one of a unit's tokens [first, end) sees.
+
+    last_keys: the address of the last position that each token of the unit sees; 0: its own.
+    position: that of the unit's first token.
+    """
+    behind = position + end
+    if last_keys:
+        for token in range(first, end):
+            behind = max(behind, get_int(last_keys + 4 * token) + 1)
+    return behind
 
 
 @function
@@ -229,7 +243,8 @@ def _softmax_group(args, unit, state, first, rows, tile, width, in_pairs, prefet
         if is_capped:
             _cap(row, width // LANES, np.float32(args.softcap))
         if tile.is_masked:
-            end = max(0, min(tile.end, unit.position + later + 1 - tile.start))
+            end_key = end_of_keys(unit.last_keys, unit.position, later, later + 1)
+            end = max(0, min(tile.end, end_key - tile.start))
             if args.window:
                 begin = max(0, unit.position + later - args.window + 1 - tile.start)
         top = _scale_and_mask(row, width, begin, end, ONE if is_capped else factor)

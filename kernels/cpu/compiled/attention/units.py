@@ -9,7 +9,7 @@ from ...variants import ATTENTION_KERNEL, compiles
 from ..simd.memory import get_int, get_long
 from ..simd.vectors import function, padded
 from .amx_attention import KEYS
-from .softmax import State
+from .softmax import State, end_of_keys
 
 MAX_IN_PLACE_ROWS = 8  # of a KV head: with more, copying K and V into scratch memory pays
 # Multiply-adds of float32, of pairs of bfloat16 (AVX512-BF16), of tiles of such pairs (AMX).
@@ -41,6 +41,7 @@ class Unit(NamedTuple):
     first_part: int  # where its rows start in `parts`, which are merged later; -1: it writes the output
     first_key: int  # keys from here
     end_key: int  # to here are seen by at least one of the tokens
+    last_keys: int  # address of the last position that each token sees; 0: its own
     arithmetic: int  # BY_FLOATS, BY_PAIRS or BY_TILES
     depth: int  # 4-byte words of a row of Q or K: float32, or pairs of bfloat16
     in_place: bool  # keys are read in the cache, not copied first
@@ -116,10 +117,14 @@ def read_unit(args, address):
     end_key = new_position + end_token
     if args.window:
         first_key = max(0, position - args.window + 1)
+    last_keys = 0
+    if args.last_keys:
+        last_keys = args.last_keys + 4 * token
+        end_key = end_of_keys(last_keys, position, 0, num_tokens)
     return Unit(
         seq, token, num_tokens, position, first_head, num_heads, rows, rows * num_heads,
         first_head * args.key_head_stride, first_head * args.value_head_stride, first_split, end_split, part,
-        first_key, end_key, arithmetic, depth, in_place,
+        first_key, end_key, last_keys, arithmetic, depth, in_place,
     )  # fmt: skip
 
 

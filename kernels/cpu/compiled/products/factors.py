@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from ...factor_heads import FACTORS_AT, TABLE_AT, FactorHead
 from ...formats import (
     BFLOAT16,
     CODES4,
@@ -12,7 +13,6 @@ from ...formats import (
     E4M3_PAIRS,
     E4M3_UNIT,
     EXPANDED_HEAD_BYTES,
-    FACTORS_AT,
     FLOAT8,
     FLOAT16,
     FLOAT32,
@@ -22,9 +22,7 @@ from ...formats import (
     ITEM_SIZES,
     NONE,
     PANEL,
-    TABLE_AT,
     TABLE_SIZE,
-    FactorHead,
 )
 from ...target import LANES, LINE, VECTOR_BYTES
 from ..simd.gather import fetch_line

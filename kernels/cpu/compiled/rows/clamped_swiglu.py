@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import ITEM_SIZES
-from ...rows.row_kernels import CLAMPED_SWIGLU
+from ...rows.activations import CLAMPED_SWIGLU
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

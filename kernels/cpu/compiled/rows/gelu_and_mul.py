@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import ITEM_SIZES
-from ...rows.row_kernels import GELU, GELU_AND_MUL
+from ...rows.activations import GELU, GELU_AND_MUL
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd import vectors

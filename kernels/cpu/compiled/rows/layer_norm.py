@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import ITEM_SIZES
-from ...rows.norms import LAYER_NORM
+from ...rows.layer_norm import LAYER_NORM
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

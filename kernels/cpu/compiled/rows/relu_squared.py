@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import ITEM_SIZES
-from ...rows.row_kernels import RELU_SQUARED
+from ...rows.activations import RELU_SQUARED
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

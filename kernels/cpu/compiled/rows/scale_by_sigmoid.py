@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...formats import ITEM_SIZES
-from ...rows.scale_by_sigmoid import SCALE_BY_SIGMOID
+from ...rows.scales import SCALE_BY_SIGMOID
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import some_of

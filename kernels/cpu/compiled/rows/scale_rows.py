@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...formats import ITEM_SIZES
-from ...rows.row_kernels import SCALE_ROWS
+from ...rows.scales import SCALE_ROWS
 from ...target import LANES
 from ..kernels import each_unit
 from ..simd.memory import get_float, some_of

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ...factor_heads import TABLE_AT
 from ...formats import (
     BF12,
     BF12_PAIRS,
@@ -20,7 +21,6 @@ from ...formats import (
     MOST_GROUP,
     PANEL,
     STEP_BYTES,
-    TABLE_AT,
     UNPACKED,
 )
 from ...rows.take_rows import TAKE_PANEL_ROWS, TAKE_ROWS

@@ -1,0 +1,170 @@
+"""The records that describe a vision tower, and what its images become. `families.vision` builds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .spec import NormSpec
+
+
+class TowerNames(NamedTuple):
+    """The names of a tower's tensors in a checkpoint, below VISION; those of layers below `layers` and a
+    number. None for one that it lacks.
+
+    query_key_value: one name of all three in one tensor, or one name for each.
+    """
+
+    patch: str
+    layers: str
+    before_attention: str
+    query_key_value: tuple[str, ...]
+    output: str
+    before_mlp: str
+    gate: str | None
+    up: str
+    down: str
+    positions: str | None = None
+    first_norm: str | None = None
+    last_norm: str | None = None
+
+
+class AxialRope(NamedTuple):
+    """A rotary embedding whose first half of angles is by row, and whose second is by column.
+
+    is_interleaved: whether rows and columns take the frequencies of a head in turns; else both take every
+        second one.
+    """
+
+    theta: float
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerSpec:
+    """A vision transformer: patches of images, each image a sequence whose patches all see each other.
+
+    grid: the patches on a side of the table of positions; 0: there is none.
+    is_interpolated: whether an image's grid is stretched over the table; else it begins at the first place.
+    frames: how often the convolution takes each patch, as a still video.
+    """
+
+    names: TowerNames
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    inner_size: int
+    patch_size: int
+    norm: NormSpec
+    activation: Literal["silu", "gelu_tanh", "gelu"]
+    gated: bool = False
+    bias: bool = True  # of the projections
+    patch_bias: bool = True
+    grid: int = 0
+    rope: AxialRope | None = None
+    is_interpolated: bool = False
+    frames: int = 1
+    num_channels: int = 3
+
+    @property
+    def head_dim(self) -> int:
+        """The dimensions of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_numbers(self) -> int:
+        """The numbers of a patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def num_params(self) -> int:
+        """The number of weights, without norms and biases."""
+        mlp = (3 if self.gated else 2) * self.inner_size
+        layer = self.hidden_size * (4 * self.hidden_size + mlp)
+        return self.num_layers * layer + self.hidden_size * (self.patch_numbers + self.grid**2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """Gemma 3's projector: the mean of squares of patches, a norm, and a product."""
+
+    side: int  # of a square, in patches
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeSpec:
+    """Mistral 3's projector: a norm of patches, a product that makes one vector of a square of them, and two
+    layers.
+    """
+
+    side: int  # of a square, in patches
+    norm: NormSpec
+    activation: Literal["gelu"] = "gelu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSpec:
+    """Qwen3-VL's projectors: squares of patches, normalised, and two layers. The last one makes embeddings.
+
+    features: the layers of the tower behind which further projectors make what is added to the outputs of the
+        text model's first layers (DeepStack, 2024).
+    """
+
+    side: int  # of a square, in patches
+    norm: NormSpec
+    features: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessingSpec:
+    """How an image becomes patches; see `images.processing`.
+
+    rule: how the size follows from that of the image.
+    sizes: the numbers of the rule.
+    resample: the filter, by Pillow's number.
+    scale: multiplies the numbers of pixels; mean, std: of the numbers so far, for each channel.
+    """
+
+    rule: Literal["fixed", "longest_edge", "area"]
+    sizes: tuple[int, ...]
+    resample: int
+    scale: float | None = None
+    mean: tuple[float, float, float] | None = None
+    std: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec:
+    """What a model sees images with.
+
+    family: how images are processed and prompts are written: a key of `images.families.FAMILIES`.
+    processing: how the processor's configuration says that images become patches.
+    projector: makes embeddings of the text model's size.
+    token_id: the token that stands for each embedding of an image.
+    tokens_per_image: the embeddings of any image; None: they follow from its size.
+    sees_itself: whether the tokens of an image see each other, later ones too.
+    names: of the tensors of text and tower together.
+    """
+
+    family: str
+    tower: TowerSpec
+    projector: PoolSpec | MergeSpec | StackSpec
+    token_id: int
+    tokens_per_image: int | None
+    sees_itself: bool
+    boundary_ids: tuple[int, ...] = ()  # the tokens before and behind an image, or between its rows
+    processing: ProcessingSpec | None = None
+    # How many of a head's frequencies rotate by a token's time, row and column; None: all by its position
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def num_features(self) -> int:
+        """How many vectors of the text model's size an embedding has besides itself."""
+        return len(self.projector.features) if isinstance(self.projector, StackSpec) else 0
+
+    @property
+    def square(self) -> int:
+        """The pixels on a side of the square that one embedding stands for."""
+        return self.tower.patch_size * self.projector.side

@@ -1,0 +1,1 @@
+"""Models by name: those of models.toml, and those in the cache of the hub."""

@@ -1,0 +1,90 @@
+"""`paged serve` with several models, which are loaded when they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from ..device.host_memory import free_on_cpu
+from ..options.config import EngineConfig
+from ..server.options import MAX_WAITING, ServeOptions
+from . import common
+from .serving import SERVE, SERVED_ENGINE, begin, listen, run, take_weights
+
+if TYPE_CHECKING:
+    from ..checkpoints.library.models_file import ModelEntry
+    from ..server.http.listener import Listeners
+    from ..server.models.catalog import Catalog
+
+
+def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
+    """Serve several models: these, or all of models.toml and of the hub's cache."""
+    from ..checkpoints.library.models_file import ModelsFile
+    from ..server.models.catalog import Catalog
+
+    options = ServeOptions(**common.given(settings, SERVE[1]))
+    options.check_many_models()
+    file = ModelsFile(Path(options.models), must_exist=True) if options.models else ModelsFile.of_user()
+    catalog = Catalog(names, file)
+    base = {"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])}
+    base = {name: value for name, value in base.items() if name != "model"}
+    EngineConfig("demo", **base)
+    take_weights(options, base)
+    preloaded = [_known(catalog, name) for name in options.preload]
+    if not catalog.is_open:
+        for entry in catalog.entries():
+            EngineConfig(**engine_options(entry, base))
+    return run(options, lambda listeners: _serve(catalog, base, options, preloaded, listeners))
+
+
+def engine_options(entry: ModelEntry, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a model's engine. base: the flags, which precede those of models.toml."""
+    return {**entry.engine, **base, "model": entry.checkpoint}
+
+
+def _known(catalog: Catalog, name: str) -> ModelEntry:
+    entry = catalog.find(name)
+    if entry is None:
+        names = ", ".join(each.name for each in catalog.entries()) or "none"
+        raise ConfigError(f"--preload {name} is not here; this server has {names}")
+    return entry
+
+
+async def _serve(
+    catalog: Catalog,
+    base: Mapping[str, Any],
+    options: ServeOptions,
+    preloaded: Sequence[ModelEntry],
+    listeners: Listeners,
+) -> int:
+    from ..server.models.lobby import Lobby
+    from ..server.models.routes import new_lobby_app, new_lobby_metrics_app
+    from ..server.telemetry.request_log import announce
+
+    observers = begin(options)
+    lobby = Lobby(
+        catalog,
+        options,
+        observers,
+        engine_options=lambda entry: engine_options(entry, base),
+        free=int(free_on_cpu()),
+        read_template=common.template_text,
+    )
+    announce(f"models have {lobby.host.residency.memory / 2**30:,.2f} GiB together")
+    preloading = asyncio.get_running_loop().create_task(lobby.preload(preloaded))
+    names = [entry.name for entry in catalog.entries()]
+    try:
+        await listen(
+            lobby,
+            (new_lobby_app(lobby), new_lobby_metrics_app(lobby)),
+            options,
+            listeners,
+            name=", ".join(names) or "no model yet",
+        )
+    finally:
+        preloading.cancel()
+        await lobby.host.aclose()
+    return 0

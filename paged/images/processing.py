@@ -1,0 +1,64 @@
+"""Resized images to patches, in numpy: bitwise what transformers' processors with Pillow make of them.
+
+A resized image has whole numbers of 8 bits, so that what becomes of each is looked up in a table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..architectures.towers import ProcessingSpec, VisionSpec
+from .sizes import Pixels, Resizing
+
+
+def processing_of(vision: VisionSpec) -> ProcessingSpec:
+    """Return how the images of a loaded tower are processed."""
+    assert vision.processing is not None, "a tower without processing is not loaded"
+    return vision.processing
+
+
+def resizing_of(vision: VisionSpec) -> Resizing:
+    """Return how the images of a loaded tower are resized."""
+    spec = processing_of(vision)
+    return Resizing(spec.rule, spec.sizes, spec.resample, vision.square)
+
+
+def sha256_of(vision: VisionSpec, pixels: Pixels) -> bytes:
+    """Return the sha256 of an image and of all that decides its embeddings, but for the model."""
+    digest = hashlib.sha256(repr((vision.family, vision.processing, pixels.size)).encode())
+    digest.update(pixels.data)
+    return digest.digest()
+
+
+def patches_of(vision: VisionSpec, height: int, width: int, data: bytes) -> NDArray[np.float32]:
+    """Return the patches of a resized image, f32[num_patches, patch_numbers], square by square.
+
+    The numbers of a patch are those of one channel after the other, row by row.
+    """
+    side = vision.projector.side
+    size = vision.tower.patch_size
+    pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
+    table = _table(processing_of(vision))
+    squares = height // size // side, side, size, width // size // side, side, size
+    channels = [table[c][pixels[:, :, c]].reshape(squares) for c in range(3)]
+    # [rows of squares, squares, rows of patches, patches, channels, rows, columns]
+    ordered = np.stack(channels).transpose(1, 4, 2, 5, 0, 3, 6)
+    return ordered.reshape(height // size * (width // size), 3 * size**2)
+
+
+@lru_cache(maxsize=16)
+def _table(spec: ProcessingSpec) -> NDArray[np.float32]:
+    """Return what each number of a channel becomes, f32[3, 256], by transformers' arithmetic."""
+    numbers = np.arange(256, dtype=np.uint8)
+    values = numbers.astype(np.float32)
+    if spec.scale is not None:
+        values = (numbers.astype(np.float64) * spec.scale).astype(np.float32)
+    if spec.mean is None or spec.std is None:
+        return np.stack([values] * 3)
+    mean, std = (np.array(each, np.float32)[:, None] for each in (spec.mean, spec.std))
+    scaled: NDArray[np.float32] = (values - mean) / std
+    return scaled

@@ -1,0 +1,35 @@
+"""Which columns of a layer's states and convolution are those of a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..architectures.states import StateSpec
+from .part import Shard
+
+
+def own_columns(whole: StateSpec, shard: Shard) -> list[range]:
+    """Return a shard's columns of a convolution, in its order."""
+    if whole.kind == "conv":
+        return [shard.share(whole.columns)]
+    if whole.kind == "mamba2":
+        return [own_values(whole, shard, 0), *own_keys(whole, shard, whole.num_values)]
+    values = own_values(whole, shard, 2 * whole.num_key_heads * whole.key_dim)
+    return [*own_keys(whole, shard, 0), values]
+
+
+def own_keys(whole: StateSpec, shard: Shard, first: int) -> Iterable[range]:
+    """Yield the columns of a shard's heads or groups, of the two parts whose columns begin with `first`."""
+    own = shard.kv_heads(whole.num_key_heads)
+    for part in range(2):
+        yield of_heads(own, whole.key_dim, first + part * whole.num_key_heads * whole.key_dim)
+
+
+def own_values(whole: StateSpec, shard: Shard, first: int) -> range:
+    """Return the columns of the values of a shard's heads, where all begin with `first`."""
+    return of_heads(shard.share(whole.num_heads), whole.value_dim, first)
+
+
+def of_heads(heads: range, size: int, first: int) -> range:
+    """Return the rows of heads of a size, of which the first one begins at `first`."""
+    return range(first + heads.start * size, first + heads.stop * size)

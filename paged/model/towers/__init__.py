@@ -1,0 +1,1 @@
+"""Vision towers: what makes embeddings of images."""

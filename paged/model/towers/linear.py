@@ -1,0 +1,15 @@
+"""Linear layers of towers."""
+
+from __future__ import annotations
+
+from ..layers.linear import Linear
+from ..weights.loading import Loader
+
+
+class TowerLinear(Linear):
+    """A linear layer whose weights stay floats in a quantised model: a tower is small, and loses much."""
+
+    stays_float = True
+
+    def load(self, loader: Loader) -> None:
+        super().load(loader.in_floats)

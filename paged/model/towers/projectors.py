@@ -1,0 +1,119 @@
+"""Projectors: vectors of patches to embeddings of the text model's size."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ...architectures.families.vision import PROJECTOR
+from ...architectures.towers import MergeSpec, PoolSpec, StackSpec
+from ...checkpoints.stored import StoredRows
+from ...kernels.operations import Kernels
+from ..layers.norms import new_norm
+from ..weights.loading import Loadable, Loader
+from .linear import TowerLinear
+
+
+class _Projection(Loadable):
+    """A product whose weight is stored as [in_features, out_features], without a name of its own."""
+
+    def __init__(self, name: str, in_features: int, out_features: int) -> None:
+        module, _, self._own = name.rpartition(".")
+        super().__init__(StoredRows({module: in_features}))
+        weight = torch.empty(in_features, out_features)
+        self.register_parameter(self._own, nn.Parameter(weight, requires_grad=False))
+
+    def load(self, loader: Loader) -> None:
+        super().load(loader)
+        weight = getattr(self, self._own).detach()
+        self.form = loader.in_floats.forms.make(weight.t().contiguous(), "layer")
+        delattr(self, self._own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(x, None)
+
+
+class Pooler(nn.Module):
+    """The mean of each square of patches, normalised and multiplied: Gemma 3's."""
+
+    def __init__(self, spec: PoolSpec, size: int, text_size: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_pooled = spec.side**2
+        self.norm = new_norm(spec.norm, size, kernels, f"{PROJECTOR}mm_soft_emb_norm")
+        self.projection = _Projection(f"{PROJECTOR}mm_input_projection_weight", size, text_size)
+
+    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, size] -> [num_embeddings, text_size]
+        return cast(Tensor, self.projection(self.norm(mean_of(patches, self.num_pooled))))
+
+
+def mean_of(patches: Tensor, count: int) -> Tensor:
+    """Return the means of so many rows after each other, in float32 added one after another.
+
+    The order of torch's sums may depend on the number of rows.
+    """
+    groups = patches.view(-1, count, patches.shape[1])
+    total = groups[:, 0].float()
+    for k in range(1, count):
+        total = total + groups[:, k]
+    return (total * (1 / count)).to(patches.dtype)
+
+
+class Merger(nn.Module):
+    """Squares of patches, normalised and merged by a product, and two layers: Mistral 3's."""
+
+    def __init__(self, spec: MergeSpec, size: int, text_size: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_merged = spec.side**2
+        self.kernels = kernels
+        self.norm = new_norm(spec.norm, size, kernels, f"{PROJECTOR}norm")
+        merged = StoredRows({f"{PROJECTOR}patch_merger.merging_layer": size})
+        self.merge = TowerLinear(size * self.num_merged, merged, bias=False)
+        first = StoredRows({f"{PROJECTOR}linear_1": text_size})
+        second = StoredRows({f"{PROJECTOR}linear_2": text_size})
+        self.first = TowerLinear(size, first, bias=spec.bias)
+        self.second = TowerLinear(text_size, second, bias=spec.bias)
+
+    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, size] -> [num_embeddings, text_size]
+        normed: Tensor = self.norm(patches)
+        # The merging layer takes the numbers of a square dimension by dimension.
+        by_square = normed.view(-1, self.num_merged, normed.shape[1]).transpose(1, 2).flatten(1)
+        inner: Tensor = self.first(self.merge(by_square))
+        self.kernels.gelu(inner, tanh=False)
+        return cast(Tensor, self.second(inner))
+
+
+class StackedMerger(nn.Module):
+    """Squares of patches, normalised one by one or as a whole, and two layers: Qwen3-VL's.
+
+    name: of its tensors. is_feature: whether squares are normalised as a whole.
+    """
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        name: str,
+        size: int,
+        text_size: int,
+        kernels: Kernels,
+        *,
+        is_feature: bool = False,
+    ) -> None:
+        super().__init__()
+        whole = size * spec.side**2
+        self.whole = whole
+        self.is_feature = is_feature
+        self.kernels = kernels
+        self.norm = new_norm(spec.norm, whole if is_feature else size, kernels, f"{name}.norm")
+        self.first = TowerLinear(whole, StoredRows({f"{name}.linear_fc1": whole}), bias=True)
+        self.second = TowerLinear(whole, StoredRows({f"{name}.linear_fc2": text_size}), bias=True)
+
+    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, size] -> [num_embeddings, text_size]
+        if self.is_feature:
+            normed: Tensor = self.norm(patches.view(-1, self.whole))
+        else:
+            normed = self.norm(patches).view(-1, self.whole)
+        inner: Tensor = self.first(normed)
+        self.kernels.gelu(inner, tanh=False)
+        return cast(Tensor, self.second(inner))

@@ -1,0 +1,1 @@
+"""llama.cpp's own routes, as far as editors use them."""

@@ -1,0 +1,128 @@
+"""Answers of llama.cpp's /completion and /infill: events, or one object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ...requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from ..answers.chunks import Chunks, Form, Head
+from ..answers.usage import Usage
+from ..jobs import finite
+
+
+class NativeChunks(Chunks):
+    """The events of a streamed completion of llama.cpp's, which also build the whole answer.
+
+    num_probs: how many of the most likely tokens are listed at each position; None without any.
+    """
+
+    ENDS_WITH_DONE: ClassVar[bool] = False
+
+    def __init__(self, head: Head, form: Form, *, num_probs: int | None) -> None:
+        super().__init__(head, form, Usage(tells_cached=True))
+        self._model = head.model
+        self._num_probs = num_probs
+        self._texts: list[str] = []
+        self._tokens: list[int] = []
+        self._probabilities: list[dict[str, Any]] = []
+        self._last: CompletionOutput | None = None
+        self._times: RequestMetrics | None = None
+        self._prompt = ""
+
+    def before(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:  # noqa: ARG002
+        """Note the times and the prompt of an output."""
+        self._times = output.metrics or self._times
+        self._prompt = output.prompt or ""
+        return []
+
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the event of a delta."""
+        if completion.finish_reason is not None:
+            self._last = completion
+        tokens = [*completion.token_ids]
+        self._texts.append(completion.text)
+        self._tokens += tokens
+        probabilities = [self._place(place) for place in completion.logprobs or ()]
+        self._probabilities += probabilities
+        if not (completion.text or tokens):
+            return []
+        made = {
+            "index": choice,
+            "content": completion.text,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": 0,
+            "tokens_predicted": self.usage.num_new,
+            "tokens_evaluated": self.usage.num_prompt,
+        }
+        return [{**made, "completion_probabilities": probabilities} if probabilities else made]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the last event, without text."""
+        return [self._ending("", [])]
+
+    def whole_of(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the whole answer for a finished output."""
+        self.start(0, output)
+        self.add(0, output)
+        return self._ending("".join(self._texts), self._probabilities)
+
+    def _place(self, place: Mapping[int, Logprob]) -> dict[str, Any]:
+        chosen, *_ = candidates = [*place.items()]
+        top = sorted(candidates, key=lambda item: item[1].rank)[: self._num_probs or 0]
+        return {**_shown(*chosen), "top_logprobs": [_shown(*item) for item in top]}
+
+    def _ending(self, content: str, probabilities: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        last = self._last
+        assert last is not None, "the answer has not ended"
+        word = last.stop_reason if isinstance(last.stop_reason, str) else ""
+        stop_type = "limit" if last.finish_reason == "length" else ("word" if word else "eos")
+        made: dict[str, Any] = {
+            "index": 0,
+            "content": content,
+            "tokens": self._tokens if content else [],
+            "id_slot": 0,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": self.usage.num_new,
+            "tokens_evaluated": self.usage.num_prompt,
+            "tokens_cached": self.usage.num_cached or 0,
+            "prompt": self._prompt,
+            "has_new_line": "\n" in "".join(self._texts),
+            "truncated": False,
+            "stop_type": stop_type,
+            "stopping_word": word,
+            "timings": self._timings(),
+        }
+        return {**made, "completion_probabilities": [*probabilities]} if probabilities else made
+
+    def _timings(self) -> dict[str, Any]:
+        """Return the counts and times in milliseconds, as far as they are known."""
+        times = self._times
+        if times is None or times.first_token_time is None or times.finished_time is None:
+            return {}
+        begun = times.first_scheduled_time or times.arrival_time
+        num_cached = self.usage.num_cached or 0
+        parts = {
+            "prompt": (self.usage.num_prompt - num_cached, times.first_token_time - begun),
+            "predicted": (self.usage.num_new, times.finished_time - times.first_token_time),
+        }
+        found: dict[str, Any] = {"cache_n": num_cached}
+        for name, (count, seconds) in parts.items():
+            found[f"{name}_n"] = count
+            found[f"{name}_ms"] = seconds * 1e3
+            if count and seconds > 0:
+                found[f"{name}_per_token_ms"] = seconds * 1e3 / count
+                found[f"{name}_per_second"] = count / seconds
+        return found
+
+
+def _shown(token_id: int, candidate: Logprob) -> dict[str, Any]:
+    text = candidate.decoded_token or ""
+    return {
+        "id": token_id,
+        "token": text,
+        "bytes": [*text.encode("utf-8", "surrogatepass")],
+        "logprob": finite(candidate.logprob),
+    }

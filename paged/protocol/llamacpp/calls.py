@@ -1,0 +1,210 @@
+"""Calls of llama.cpp's own API: /completion, /infill and /apply-template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...base.errors import RequestError
+from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
+from ...base.json_kinds import JSONObject, ListOf, OneOf, Text, TokenIds
+from ...base.kinds import Boolean, Integer
+from ...requests.request import Prompt, RequestOutput
+from ..answers.chunks import Form, Head
+from ..calls.call import AnswerCall, OwnNames
+from ..calls.conversation import Conversation
+from ..calls.tokens import TextCall
+from ..fields.common import COMMON_FIELDS, TEMPLATE_FIELDS
+from ..fields.messages import MESSAGES
+from ..fields.sampling import check_most_logprobs, sampling_field
+from ..fields.tools import TOOLS
+from ..limits import MAX_TOP_LOGPROBS, Limits
+from ..ollama.fields import OPTIONS, sampling_of
+from .answers import NativeChunks
+from .fill import fill_tokens_of
+
+if TYPE_CHECKING:
+    from ...engine.model_text import ModelText
+
+MAX_FILES = 256  # of input_extra
+_OPTIONS = {field.name: field for field in OPTIONS.fields}
+# What llama.cpp's bodies and Ollama's options call alike.
+_SAMPLED = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n"),
+    *("presence_penalty", "frequency_penalty", "seed", "stop"),
+)
+_ANSWER = [
+    *COMMON_FIELDS,
+    Field("n_predict", Integer(-2), "most tokens to generate; -1 and -2: up to the context's end"),
+    *(_OPTIONS[name] for name in (*_SAMPLED, "mirostat", "mirostat_tau", "mirostat_eta")),
+    *map(sampling_field, ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers")),
+    *map(sampling_field, ("ignore_eos", "top_n_sigma", "logit_bias", "timeout_s")),
+    Field("grammar", Text(), "a grammar in GBNF that the answer matches"),
+    Field("json_schema", JSONObject('{"type": "object"}'), "the JSON schema of the answer"),
+    Field("n_probs", Integer(0, MAX_TOP_LOGPROBS), "list so many of the most likely tokens at each position"),
+    Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
+    *ignored("cache_prompt n_cache_reuse", "prefixes are always cached"),
+    *ignored("id_slot", "requests have no slots"),
+    *ignored("n_keep n_discard", "no tokens of a prompt are dropped"),
+    *ignored("samplers min_keep", "the order of filters is this engine's own"),
+    *ignored("timings_per_token return_tokens", "the last event has the times, and each its tokens"),
+    *ignored("t_max_prompt_ms t_max_predict_ms", "timeout_s bounds the whole request"),
+    *ignored("response_fields return_progress post_sampling_probs", "answers have all fields"),
+    *refused("xtc_probability dynatemp_range", "they are not implemented", 0, 0.0),
+    *ignored("xtc_threshold dynatemp_exponent", "XTC and dynamic temperatures are not implemented"),
+    *refused("n_cmpl n", "/v1/completions has several samples", 1),
+    *refused("n_indent", "it is not implemented", 0),
+    *refused("lora", "LoRA adapters are not supported yet", []),
+    *refused("image_data multimodal_data", "this version takes text alone", []),
+]
+COMPLETION = FieldTable(
+    "/completion",
+    [
+        Field(
+            "prompt",
+            OneOf((Text(1), TokenIds(1))),
+            "the text to complete, or its token ids",
+            required=True,
+        ),
+        *_ANSWER,
+    ],
+)
+_EXTRA = FieldTable(
+    "an entry of input_extra",
+    [
+        Field("text", Text(), "the text of another file", required=True),
+        Field("filename", Text(), "its name"),
+    ],
+)
+_FILES = ListOf(ObjectOf(_EXTRA), longest=MAX_FILES)
+INFILL = FieldTable(
+    "/infill",
+    [
+        Field("input_prefix", Text(), "the text before the gap"),
+        Field("input_suffix", Text(), "the text behind the gap"),
+        Field(
+            "input_extra", ListOf(ObjectOf(_EXTRA), longest=MAX_FILES), "other files, the most relevant last"
+        ),
+        Field("prompt", Text(), "text with which the gap begins"),
+        *_ANSWER,
+    ],
+)
+APPLY = FieldTable("/apply-template", [MESSAGES, *COMMON_FIELDS, TOOLS, *TEMPLATE_FIELDS])
+
+
+class NativeCall(AnswerCall):
+    """A body of /completion."""
+
+    table = COMPLETION
+    DEFAULT_MAX_TOKENS = None
+    NAMES = OwnNames(
+        (r"\boptions\.num_predict\b", "n_predict"),
+        (r"\boptions\.", ""),
+        (r"\bresponse_format\.json_schema\.schema\b|\bresponse_format\b", "json_schema"),
+        (r"^structured_outputs\b", "grammar"),
+        (r"^repetition_penalty\b", "repeat_penalty"),
+        (r"^max_tokens\b", "n_predict"),
+    )
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        values = self.values
+        # A number may be off here that SamplingParams has no such value for.
+        own = {name: values[name] for name in _SAMPLED if name in values}
+        if "n_predict" in values:
+            own["num_predict"] = values["n_predict"]
+        for name in _SAMPLED:
+            self.sampling.pop(name, None)
+        with self.NAMES.in_errors():
+            self.sampling |= sampling_of(own)
+        self._num_probs: int | None = values.get("n_probs") or None
+        self.sampling.pop("logprobs", None)
+        if self._num_probs is not None:
+            self.sampling["logprobs"] = self._num_probs
+            check_most_logprobs("n_probs", self._num_probs, limits.max_logprobs)
+
+    def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields of the body by the names that all calls share, and those without effect."""
+        values, without_effect = super().read(body)
+        grammar = values.get("grammar")
+        schema = values.get("json_schema")
+        if grammar and schema is not None:
+            raise RequestError("give either grammar or json_schema", param="grammar")
+        if grammar:
+            values["structured_outputs"] = {"grammar": grammar}
+        elif schema is not None:
+            values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        return values, without_effect
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
+        """Return the prompt."""
+        prompt = self.values["prompt"]
+        if isinstance(prompt, str):
+            return [{"prompt": prompt, "add_special_tokens": True}]
+        return [{"prompt_token_ids": prompt}]
+
+    def body(
+        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
+    ) -> dict[str, Any]:
+        """Return the answer."""
+        (output,) = outputs
+        return self.chunks(identity, created, model).whole_of(output)
+
+    def chunks(self, identity: str, created: int, model: str) -> NativeChunks:
+        """Return what makes the events of the answer."""
+        return NativeChunks(Head(identity, "completion", created, model), Form(), num_probs=self._num_probs)
+
+
+class InfillCall(NativeCall):
+    """A body of /infill."""
+
+    table = INFILL
+
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the prompt with the special tokens of the model's family.
+
+        Raises RequestError if the model has none.
+        """
+        tokenizer = text.tokenizer
+        found = (
+            None
+            if tokenizer is None
+            else fill_tokens_of(tokenizer.special_ids.keys() | tokenizer.added_texts)
+        )
+        if tokenizer is None or found is None:
+            raise RequestError(
+                "this model has no special tokens for filling in the middle; take one that was trained for "
+                "it, such as a Qwen Coder"
+            )
+
+        def tokens(value: str) -> list[int]:
+            return tokenizer.encode(value, add_special_tokens=False) if value else []
+
+        ids = list[int]()
+        for extra in self.values.get("input_extra", ()):
+            name = extra.get("filename", "")
+            ids += tokens(f"{found.file}{name}\n{extra['text']}\n")
+        prefix = self.values.get("input_prefix", "")
+        suffix = [*tokens(found.suffix), *tokens(self.values.get("input_suffix", ""))]
+        begun = self.values.get("prompt", "")
+        if found.middle:
+            ids += [*tokens(found.prefix), *tokens(prefix), *suffix, *tokens(found.middle), *tokens(begun)]
+        else:
+            ids += [*suffix, *tokens(found.prefix), *tokens(prefix + begun)]
+        return [{"prompt_token_ids": ids}]
+
+
+class ApplyTemplateCall(TextCall):
+    """A body of /apply-template."""
+
+    table = APPLY
+
+    def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
+        super().__init__(body, limits)
+        self.conversation = Conversation(self.values, limits)
+        self.conversation.tools = self.values.get("tools")
+
+    def answer(self, text: ModelText, max_model_len: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the rendered conversation. Raises RequestError."""
+        with self.naming_field("messages"):
+            return {"prompt": self.conversation.prompt(text)["prompt"]}

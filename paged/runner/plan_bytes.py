@@ -1,0 +1,80 @@
+"""The computed part of a plan as bytes, for the other processes of a model."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from ..scheduler.schedule import AskedRows
+from .plan import ComputedPart, SeatChange
+
+
+def to_bytes(part: ComputedPart) -> bytes:
+    """Encode this part for `from_bytes`."""
+    assert not part.images, "images are computed by one process"
+    pairs = (part.swap_out, part.swap_in, part.copies, part.state_moves)
+    rows = (part.seats, part.starts, part.counts, part.rope_lens, part.sampled, part.sampled_seats)
+    tuples = (*pairs, part.asked, part.changes)
+    flat = (chain.from_iterable(each) for each in tuples)
+    return _write(
+        [
+            [part.num_decodes, part.num_drafting],
+            *map(list, flat),
+            *rows,
+            part.last_tokens,
+            part.tokens,
+            *part.entries,
+        ]
+    )
+
+
+def from_bytes(data: bytes) -> ComputedPart:
+    """Decode a part that `to_bytes` encoded."""
+    lists = _read(data)
+    num_decodes, num_drafting = next(lists)
+    swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
+    asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
+    changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
+    seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
+    last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
+    return ComputedPart(
+        swap_out=swap_out,
+        swap_in=swap_in,
+        copies=copies,
+        state_moves=state_moves,
+        num_decodes=num_decodes,
+        num_drafting=num_drafting,
+        seats=seats,
+        starts=starts,
+        counts=counts,
+        rope_lens=rope_lens,
+        changes=changes,
+        tokens=tokens,
+        entries=entries,
+        sampled=sampled,
+        sampled_seats=sampled_seats,
+        asked=asked,
+        last_tokens=last_tokens,
+    )
+
+
+def _write(lists: Sequence[Sequence[int]]) -> bytes:
+    """Write lists of integers: how many there are, how long each is, then their numbers."""
+    return array("i", [len(lists), *map(len, lists), *chain.from_iterable(lists)]).tobytes()
+
+
+def _tuples(numbers: Sequence[int], size: int) -> Iterator[Any]:
+    """Yield the numbers in tuples of a size."""
+    return zip(*[iter(numbers)] * size, strict=True)
+
+
+def _read(data: bytes) -> Iterator[list[int]]:
+    """Yield the lists that `_write` has written."""
+    numbers = array("i", data)
+    num_lists = numbers[0]
+    start = 1 + num_lists
+    for size in numbers[1:start]:
+        yield numbers[start : start + size].tolist()
+        start += size

@@ -1,0 +1,99 @@
+"""Which running requests give their blocks to a waiting one: by priority, or by the shares of tenants."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from ..blocks.manager import BlockManager
+from ..requests.request import Request
+from .policies import Fair
+from .policy import Holdings
+from .running import RunningSet
+from .waiting import Need, Room
+
+
+def victims_for(
+    head: Request, need: Need, room: Room, running: RunningSet, manager: BlockManager, max_preemptions: int
+) -> list[Request]:
+    """Choose requests to preempt for the head of the queue; none if it could still not run.
+
+    room: the room of an empty step.
+    """
+    max_chunk = running.max_chunk
+    for request in running.requests:
+        room = room.minus(running.claim(request))
+    victims = list[Request]()
+    # The cached blocks that the head begins with do not become available: it will hold them.
+    gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
+    for candidate in reversed(running.requests):
+        if room.first_chunk(need, max_chunk):
+            break
+        if candidate.inputs.priority <= head.inputs.priority:
+            return []
+        # One more preemption would protect it, and it would run again before the head.
+        if candidate.ready and candidate.metrics.num_preemptions + 1 < max_preemptions:
+            victims.append(candidate)
+            freed = manager.num_freed(candidate.blocks, gone)
+            room = room.plus(running.claim(candidate)).plus(Room(0, 0, 0, freed))
+    if len(victims) == len(running.requests) and not manager.pool.num_steps_in_flight:
+        room = room._replace(num_blocks=math.inf)
+    return victims if room.first_chunk(need, max_chunk) else []
+
+
+class AboveShare:
+    """The running requests of tenants that have more than their share."""
+
+    def __init__(self, fair: Fair, running: RunningSet, manager: BlockManager) -> None:
+        self._fair = fair
+        self._running = running
+        self._manager = manager
+
+    def victims(self, need: Need, room: Room, left: Holdings) -> tuple[list[Request], Room] | None:
+        """Choose requests to preempt for a head, the youngest first; None if it could still not run.
+
+        left: what tenants hold, from which the victims' part is subtracted.
+
+        Returns also the room that is left when the head runs.
+        """
+        gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
+        victims = list[Request]()
+        max_chunk = self._running.max_chunk
+        for candidate in reversed(self._running.requests):
+            if room.first_chunk(need, max_chunk):
+                break
+            lacks_seats = need.num_seats > room.num_seats
+            if not candidate.ready or candidate.protected:
+                continue
+            if self._fair.is_above(candidate.inputs.tenant, left, of_seats=lacks_seats):
+                victims.append(candidate)
+                freed = self._manager.num_freed(candidate.blocks, gone)
+                room = room.plus(self._running.claim(candidate)).plus(Room(0, 0, 0, freed))
+                left.remove(candidate)
+        num_new = room.first_chunk(need, max_chunk)
+        if not num_new:
+            return None
+        is_partial = num_new < need.num_missing_tokens
+        return victims, room.minus(Room(num_new, need.num_seats, is_partial, need.num_blocks))
+
+    def youngest(self, request: Request) -> Request | None:
+        """Return the youngest request of a tenant above its share of blocks; of the request's own if it is.
+
+        The oldest of all requests is never returned, so that it gets on. None: shares do not say who yields.
+        """
+        holdings = self._running.holdings()
+        tenant = request.inputs.tenant
+        if self._fair.is_above(tenant, holdings, of_seats=False):
+            above = {tenant}
+        else:
+            above = {
+                other for other in holdings.seats if self._fair.is_above(other, holdings, of_seats=False)
+            }
+        if not above:
+            return None
+        for candidate in reversed(self._running.requests[1:]):
+            if candidate.inputs.tenant not in above:
+                continue
+            if candidate is request or (candidate.is_settled and not candidate.protected):
+                return candidate
+        return None

@@ -1,0 +1,85 @@
+"""Catalog: the models that a server of several models knows by name, loaded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...base.errors import CheckpointError, ConfigError
+from ...checkpoints.library.local import LocalModel, find_local, local_models
+from ...checkpoints.library.models_file import ModelEntry, ModelsFile
+from ...checkpoints.library.names import entry_of
+from ..front_end import LATEST_TAG
+
+
+class Catalog:
+    """The models of a server: those that it was given by name, or all of a file and of the hub's cache.
+
+    names: the names that were given; none for all.
+    file: the file of models. It is read again when it is asked for what it does not have.
+
+    Raises ConfigError for two models of one name, and for a wrong file.
+    """
+
+    def __init__(self, names: Iterable[str], file: ModelsFile) -> None:
+        self.file = file
+        self._given: dict[str, ModelEntry] = {}
+        for name in names:
+            entry = entry_of(name, file)
+            for each in {name.casefold(), entry.name.casefold()}:
+                if each in self._given:
+                    raise ConfigError(
+                        f"{name} is given twice, or is the same model as {self._given[each].name}"
+                    )
+            self._given |= {name.casefold(): entry, entry.name.casefold(): entry}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether models may come and go: none were given by name."""
+        return not self._given
+
+    def entries(self) -> list[ModelEntry]:
+        """Return the models by name."""
+        if not self.is_open:
+            return [*dict.fromkeys(self._given.values())]
+        found = {model.name: local_entry(model) for model in local_models()}
+        return [*self.file.entries.values(), *found.values()]
+
+    def find(self, name: str) -> ModelEntry | None:
+        """Return the model that a request names; None if it is not here. Nothing is looked for on the hub.
+
+        Raises CheckpointError if several models go by this name.
+        """
+        base = name.removesuffix(LATEST_TAG)
+        for each in dict.fromkeys((name, base)):
+            if not self.is_open:
+                found = self._given.get(each.casefold())
+            else:
+                found = self.file.find(each)
+                if found is None and (local := find_local(each)) is not None:
+                    found = local_entry(local)
+                if found is None and each == "demo":
+                    found = ModelEntry(name="demo", checkpoint="demo")
+            if found is not None:
+                return found
+        return None
+
+    def reload(self) -> None:
+        """Read the file of models again. Raises ConfigError if it is wrong; the models of before stay."""
+        self.file = ModelsFile(self.file.path)
+
+
+def local_entry(model: LocalModel) -> ModelEntry:
+    """Return a model of the hub's cache, as an engine takes it without asking the hub."""
+    return ModelEntry(name=model.name, checkpoint=str(model.path))
+
+
+def local_of(entry: ModelEntry) -> LocalModel | None:
+    """Return the model of the hub's cache that an entry loads; None if it lies elsewhere."""
+    for model in local_models():
+        if entry.checkpoint in (str(model.path), model.name):
+            return model
+    try:
+        return None if Path(entry.checkpoint).exists() else find_local(entry.checkpoint)
+    except CheckpointError:
+        return None

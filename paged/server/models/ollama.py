@@ -1,0 +1,263 @@
+"""Ollama's and LM Studio's routes about models, for a server of several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...base.errors import CheckpointError, ConfigError, PagedError, RequestError
+from ...base.validation import shown
+from ...checkpoints.library.local import find_local, remove_local
+from ...checkpoints.library.models_file import ModelEntry
+from ...checkpoints.library.pull import Progress, RemoteFile, RemoteModel
+from ...protocol.endpoints import (
+    DEFAULT_LIMITS,
+    GET_LMSTUDIO_MODEL,
+    GET_LMSTUDIO_MODELS,
+    POST_OLLAMA_COPY,
+    POST_OLLAMA_PULL,
+    POST_OLLAMA_SHOW,
+    parse_call,
+)
+from ...protocol.ollama.calls import CopyCall, DeleteCall, NamedCall
+from ..front_end import LATEST_TAG
+from ..http.exchange import JSON_LINES, Exchange, encode_json, until_disconnect
+from ..http.failures import HttpError
+from ..http.streams import StreamedResponse
+from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of
+from ..routes.ollama import NO_CHANGES, capabilities_of
+from .catalog import local_of
+from .host import in_thread
+from .lobby import Lobby
+
+PREFERRED = "Q4_K_M"  # of several GGUF files, where a client names none: as Ollama's models
+TELL_S = 0.25  # between two lines of a pull
+_HUBS = ("hf.co/", "huggingface.co/")  # before a name, as Ollama's users write it
+
+
+def _visible(lobby: Lobby, exchange: Exchange) -> list[ModelEntry]:
+    allowed = {*lobby.names_for(exchange.key)}
+    return [each for each in lobby.catalog.entries() if each.name in allowed]
+
+
+class ManyTagsRoute:
+    """Lists the models, loaded or not."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        entries = _visible(self._lobby, exchange)
+        tags = await asyncio.to_thread(lambda: [tag_of(entry, local_of(entry)) for entry in entries])
+        await exchange.respond_json(200, {"models": tags})
+
+
+class ManyPsRoute:
+    """Lists the models that are loaded."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        allowed = {*lobby.names_for(exchange.key)}
+        residents = lobby.host.residency.models
+        running = []
+        for name, model in lobby.loaded.items():
+            if name in allowed:
+                own = residents[name]
+                until = own.last_use + own.keep_alive
+                running.append(RunningModel(model.entry, model.front.engine, own.num_bytes, until))
+        shown = await asyncio.to_thread(lambda: [running_of(each, local_of(each.entry)) for each in running])
+        await exchange.respond_json(200, {"models": shown})
+
+
+class ManyShowRoute:
+    """Describes a model."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        call = await exchange.read_json(lambda body: parse_call(POST_OLLAMA_SHOW.path, body))
+        assert isinstance(call, NamedCall)
+        entry = lobby.entry_of(call.name, exchange.key)
+        loaded = lobby.loaded.get(entry.name)
+        engine = None if loaded is None else loaded.front.engine
+        capabilities = capabilities_of(engine, lobby.options)
+        shown = await asyncio.to_thread(lambda: shown_model(entry, local_of(entry), engine, capabilities))
+        await exchange.respond_json(200, shown)
+
+
+class ManyLmStudioRoute:
+    """Lists the models, or describes one, in LM Studio's form."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        name = exchange.route.removeprefix(GET_LMSTUDIO_MODELS.path).removeprefix("/")
+        entries = _visible(lobby, exchange)
+        if name:
+            exchange.route = GET_LMSTUDIO_MODEL.path  # for the metrics
+            entries = [lobby.entry_of(name, exchange.key)]
+        cards = []
+        for entry in entries:
+            loaded = lobby.loaded.get(entry.name)
+            engine = None if loaded is None else loaded.front.engine
+            cards.append(
+                lmstudio_card(entry, local_of(entry), engine, capabilities_of(engine, lobby.options))
+            )
+        await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})
+
+
+def check_may_change(lobby: Lobby, exchange: Exchange) -> None:
+    """Raise HttpError unless clients may change models; with keys of some models alone they may not."""
+    if not lobby.options.allow_model_changes:
+        raise HttpError(403, NO_CHANGES, code="not_allowed")
+    if exchange.key is not None and exchange.key.entry.models is not None:
+        raise HttpError(403, "this key is for some models, and may not change any", code="not_allowed")
+    if not lobby.catalog.is_open:
+        raise HttpError(403, "this server has the models of its command line alone", code="not_allowed")
+
+
+class PullRoute:
+    """Downloads a model of the hub, and tells the progress as lines of JSON."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        check_may_change(self._lobby, exchange)
+        call = await exchange.read_json(lambda body: parse_call(POST_OLLAMA_PULL.path, body))
+        assert isinstance(call, NamedCall)
+        async with until_disconnect(exchange):
+            if call.stream:
+                await self._stream(exchange, call.name)
+            else:
+                await in_thread(lambda: pulled(call.name, lambda _: None))
+                await exchange.respond_json(200, {"status": "success"})
+
+    async def _stream(self, exchange: Exchange, name: str) -> None:
+        response = StreamedResponse(exchange, JSON_LINES)
+        told: list[dict[str, Any]] = []
+        pulling = asyncio.ensure_future(in_thread(lambda: pulled(name, told.append)))
+        sent = 0
+        try:
+            while not pulling.done() or sent < len(told):
+                await asyncio.wait([pulling], timeout=TELL_S)
+                lines = told[sent:]
+                sent += len(lines)
+                last = len(lines) - 1
+                for i, line in enumerate(lines):
+                    # Of many steps of one file the last is enough.
+                    if i == last or "completed" not in line:
+                        await response.write(encode_json(line) + b"\n")
+            pulling.result()
+        except PagedError as error:
+            if not response.has_begun:
+                raise
+            await response.write(encode_json({"error": str(error)}) + b"\n", more=False)
+            return
+        await response.write(encode_json({"status": "success"}) + b"\n", more=False)
+
+
+def pulled(name: str, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Download a model of the hub. tell: gets the lines of the progress.
+
+    Raises RequestError for a name that cannot be pulled, and the errors of `RemoteModel.pull`.
+    """
+    for hub in _HUBS:
+        name = name.removeprefix(hub)
+    repository, _, quantisation = name.removesuffix(LATEST_TAG).partition(":")
+    if "/" not in repository:
+        raise RequestError(
+            f"{name} is a name of Ollama's registry, and models come from the hub: give owner/name or "
+            "owner/name:QUANT",
+            param="model",
+        )
+    remote = RemoteModel(repository)
+    tell({"status": "pulling manifest"})
+    chosen = quantisation or _preferred(remote)
+    files = remote.files_of(chosen)
+
+    def on_progress(progress: Progress) -> None:
+        tell({"status": f"pulling {_name_of(progress.file)}", **_digest_of(progress, files)})
+
+    remote.pull(files, on_progress)
+    tell({"status": "verifying sha256 digest"})
+    tell({"status": f"pulled {repository if chosen is None else f'{repository}:{chosen}'}"})
+
+
+def _preferred(remote: RemoteModel) -> str | None:
+    quantisations = remote.quantisations
+    if remote.has_safetensors or not quantisations:
+        return None
+    return PREFERRED if PREFERRED in quantisations else next(iter(quantisations))
+
+
+def _name_of(file: RemoteFile) -> str:
+    return file.digest[:12]
+
+
+def _digest_of(progress: Progress, files: list[RemoteFile]) -> dict[str, Any]:
+    before = sum(each.size for each in files[: files.index(progress.file)])
+    completed = min(progress.file.size, progress.done - before)
+    digest = f"sha256:{progress.file.digest}"
+    return {"digest": digest, "total": progress.file.size, "completed": completed}
+
+
+def _deleted(body: Any) -> DeleteCall:
+    """Return the body of a DELETE, of which other routes have none."""
+    if not isinstance(body, Mapping):
+        raise RequestError(f"body must be an object, got {shown(body)}")
+    return DeleteCall(body, DEFAULT_LIMITS)
+
+
+class DeleteRoute:
+    """Removes a model from the hub's cache, or forgets a name of models.toml."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        check_may_change(lobby, exchange)
+        call = await exchange.read_json(_deleted)
+        entry = lobby.entry_of(call.name, exchange.key)
+        await asyncio.to_thread(self._remove, entry)
+        lobby.host.unload(entry.name)
+        await exchange.respond(200, b"")
+
+    def _remove(self, entry: ModelEntry) -> None:
+        file = self._lobby.catalog.file
+        if file.find(entry.name) is not None:
+            file.remove(entry.name)
+            return
+        local = find_local(entry.name)
+        if local is None:
+            raise RequestError(f"{entry.name} is not in the hub's cache, and is not removed", param="model")
+        remove_local(local)
+
+
+class CopyRoute:
+    """Gives a model a further name, in models.toml."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        check_may_change(lobby, exchange)
+        call = await exchange.read_json(lambda body: parse_call(POST_OLLAMA_COPY.path, body))
+        assert isinstance(call, CopyCall)
+        entry = lobby.entry_of(call.values["source"], exchange.key)
+        destination = call.values["destination"].removesuffix(LATEST_TAG)
+        try:
+            await asyncio.to_thread(lobby.catalog.file.set, destination, entry.name)
+        except (ConfigError, CheckpointError) as error:
+            raise RequestError(str(error), param="destination") from None
+        await exchange.respond(200, b"")

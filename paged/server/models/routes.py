@@ -1,0 +1,450 @@
+"""Routes of a server of several models: those about the server, and the one that passes requests on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from ...base.durations import parse_duration
+from ...base.errors import EngineDeadError, RequestError
+from ...base.validation import shown
+from ...checkpoints.library.models_file import ModelEntry
+from ...protocol import endpoints
+from ...protocol.endpoints import (
+    GET_MODEL,
+    POST_LOAD,
+    POST_UNLOAD,
+    ROUTES,
+    Endpoint,
+    error_in_form_of,
+    is_of_messages,
+)
+from ...scheduler.stats import EngineStats
+from ..app import App, with_origins
+from ..front_end import STOPPING
+from ..gallery import PERIOD_S
+from ..http.exchange import LOAD_S, Exchange, until_disconnect
+from ..http.failures import HttpError
+from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
+from ..routes.llamacpp import PropsRoute, SlotsRoute
+from ..routes.page import CLOSED_LOOK_S
+from ..routes.table import HANDLERS, Handler
+from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
+from .lobby import LoadedModel, Lobby
+from .ollama import (
+    CopyRoute,
+    DeleteRoute,
+    ManyLmStudioRoute,
+    ManyPsRoute,
+    ManyShowRoute,
+    ManyTagsRoute,
+    PullRoute,
+)
+
+WAIT_S = 5.0  # for a model, between two blank lines of a stream
+MOST_PEEKED = 2048  # bytes of a field that says which model
+
+
+class _Peek(msgspec.Struct):
+    """The fields of a body that say which model it is for, as JSON."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+    keep_alive: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_peek = msgspec.json.Decoder(_Peek)
+
+
+def field_of(raw: msgspec.Raw, name: str) -> Any:
+    """Return a field of a body. Raises RequestError for one that is much too long."""
+    text = bytes(raw)
+    if len(text) > MOST_PEEKED:
+        raise RequestError(f"{name} has {len(text):,} bytes; {MOST_PEEKED:,} is the most", param=name)
+    return json.loads(text)
+
+
+def peeked(body: bytes) -> _Peek:
+    """Return the fields that say where a body goes. Raises RequestError unless it is an object of JSON."""
+    try:
+        return _peek.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not an object of JSON: {error}") from None
+
+
+class PassRoute:
+    """Passes a request to the front end of its model, which is loaded first if it has to be."""
+
+    def __init__(self, endpoint: Endpoint, lobby: Lobby) -> None:
+        self._endpoint = endpoint
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        lobby.check_serving()
+        body = await exchange.read_body()
+        began = time.monotonic()
+        fields = peeked(body)
+        entry = lobby.entry_of(field_of(fields.model, "model"), exchange.key)
+        keep_alive = field_of(fields.keep_alive, "keep_alive")
+        keep_alive_s = None if keep_alive is None else parse_duration("keep_alive", keep_alive)
+        streams = self._endpoint.streamed == endpoints.EVENTS and bytes(fields.stream) == b"true"
+        async with AsyncExitStack() as stack:
+            try:
+                async with until_disconnect(exchange):
+                    model = await self._model(exchange, stack, entry, keep_alive_s, streams=streams)
+            except Exception as error:  # of any kind: a stream that has begun ends with it
+                if exchange.status is None:
+                    raise
+                await _end_with(exchange, *await _failure_of(lobby, exchange, error))
+                return
+            exchange.load_s = time.monotonic() - began
+            exchange.end()  # its model's front end counts the body from now on
+            await pass_on(exchange, model.app, body)
+
+    async def _model(
+        self,
+        exchange: Exchange,
+        stack: AsyncExitStack,
+        entry: ModelEntry,
+        keep_alive: float | None,
+        *,
+        streams: bool,
+    ) -> LoadedModel:
+        """Return the model, which stays loaded until the context of `stack` ends."""
+        lobby = self._lobby
+        lobby.on_wait(1)
+        waiting = asyncio.ensure_future(stack.enter_async_context(lobby.host.using(entry, keep_alive)))
+        response = StreamedResponse(exchange)
+        try:
+            while not (await asyncio.wait([waiting], timeout=WAIT_S))[0]:
+                if streams:  # so that the client does not give up
+                    await response.write(BLANK_LINE)
+            found = waiting.result()
+        except BaseException:
+            waiting.cancel()
+            with suppress(BaseException):
+                await waiting
+            raise
+        finally:
+            lobby.on_wait(-1)
+        assert isinstance(found, LoadedModel)
+        return found
+
+
+async def _failure_of(lobby: Lobby, exchange: Exchange, error: Exception) -> tuple[int, dict[str, Any]]:
+    exchange.error = error
+    failure = await lobby.failure_of(error, exchange.request_id)
+    return failure.status, failure.body
+
+
+async def _end_with(exchange: Exchange, status: int, body: dict[str, Any]) -> None:
+    """End a stream of events that has begun with an error."""
+    await exchange.write(_error_event(exchange, status, body), more=False)
+
+
+def _error_event(exchange: Exchange, status: int, body: dict[str, Any]) -> bytes:
+    value = error_in_form_of(exchange.route, status, body, exchange.request_id)
+    return named_event(value) if is_of_messages(exchange.route) else event(value)
+
+
+async def pass_on(exchange: Exchange, app: ASGIApp, body: bytes) -> None:
+    """Have another application answer a request whose body was read, perhaps after a stream has begun."""
+    has_begun = exchange.status is not None
+    is_given = False
+    exchange.is_passed_on = True
+    failed: int | None = None
+    parts = list[bytes]()
+
+    async def receive() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await exchange.receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal failed
+        if message["type"] == "http.response.start":
+            exchange.status = exchange.status or message["status"]
+            if has_begun and message["status"] != 200:
+                failed = message["status"]
+            if has_begun:
+                return
+        elif failed is not None:  # the body of an error becomes the last event
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await exchange.write(_as_event(exchange, b"".join(parts)), more=False)
+            return
+        elif not message.get("more_body", False):
+            exchange.is_complete = True
+        await exchange.send(message)
+
+    headers = [each for each in exchange.scope["headers"] if each[0] != b"x-request-id"]
+    headers.append((b"x-request-id", exchange.request_id.encode()))
+    scope = {**exchange.scope, "headers": headers, LOAD_S: exchange.load_s}
+    await app(scope, receive, send)
+
+
+def _as_event(exchange: Exchange, body: bytes) -> bytes:
+    """Return the body of an error as an event; it has the form of its API already."""
+    value = json.loads(body)
+    return named_event(value) if is_of_messages(exchange.route) else event(value)
+
+
+class ManyModelsRoute:
+    """Lists the models, loaded or not."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        allowed = {*self._lobby.names_for(exchange.key)}
+        entries = [each for each in self._lobby.catalog.entries() if each.name in allowed]
+        await exchange.respond_json(
+            200, {"object": "list", "data": [model_card(self._lobby, each) for each in entries]}
+        )
+
+
+class OneOfManyRoute:
+    """Describes a model."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        name = exchange.route.removeprefix("/v1/models/")
+        exchange.route = GET_MODEL.path  # for the metrics
+        entry = self._lobby.entry_of(name, exchange.key)
+        await exchange.respond_json(200, model_card(self._lobby, entry))
+
+
+def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
+    """Return what /v1/models says of a model. What only an engine knows is null until it was loaded once."""
+    loaded = lobby.loaded.get(entry.name)
+    resident = lobby.host.residency.models.get(entry.name)
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": lobby.created,
+        "owned_by": "paged",
+        "root": entry.checkpoint,
+        "parent": None,
+        "max_model_len": lobby.lengths.get(entry.name),
+        "chat_defaults": {} if loaded is None else loaded.front.engine.text.chat_defaults,
+        "state": "absent" if resident is None else resident.stage.value,
+    }
+
+
+class ManyHealthRoute:
+    """Returns 200 if the engine processes of all loaded models are alive, or being replaced; else 503."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        for name, model in self._lobby.loaded.items():
+            for trouble in await model.front.engine.troubles():
+                raise HttpError(503, f"{name}: {trouble}")
+        await exchange.respond_json(200, {"status": "ok"})
+
+
+class ManyReadyRoute:
+    """Returns 200 if requests are accepted, with no model loaded too; else 503 with the reason."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        if self._lobby.is_draining:
+            raise HttpError(503, STOPPING)
+        self._lobby.check_serving()
+        await exchange.respond_json(200, {"status": "ready", "loaded": [*self._lobby.loaded]})
+
+
+class ManyMetricsRoute:
+    """Counts of all models for Prometheus."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        parts = [lobby.metrics.families({})]
+        loaded = lobby.loaded
+        for name, metrics in lobby.metrics_of.items():
+            stats: dict[int, EngineStats] = {}
+            if name in loaded:
+                with suppress(EngineDeadError):
+                    stats = dict(enumerate(await loaded[name].front.engine.stats_by_engine()))
+            parts.append(metrics.families(stats))
+        await exchange.respond(200, rendered(merged(parts)), CONTENT_TYPE)
+
+
+def last_used(lobby: Lobby, wanted: str | None) -> LoadedModel | None:
+    """Return the model of a name, or by default the one that was used last; None if it is not loaded."""
+    if wanted is not None:
+        return lobby.loaded.get(wanted)
+    models = lobby.host.residency.models
+    return max(lobby.loaded.values(), key=lambda each: models[each.entry.name].last_use, default=None)
+
+
+class ManyWatchRoute:
+    """Streams pictures of the engine of one model: ?model=NAME, else the one that was used last."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        if not lobby.options.page:
+            raise HttpError(404, "there is no '/watch' here: the server was started with --no-page")
+        name = exchange.query.get("model")
+        wanted = None if name is None else lobby.entry_of(name, exchange.key).name
+        response = StreamedResponse(exchange)
+        lobby.keep_alive.on_write(response)
+        try:
+            async with until_disconnect(exchange):
+                while not lobby.is_closed:
+                    await self._show(response, exchange, last_used(lobby, wanted))
+                await response.write(b"", more=False)
+        finally:
+            lobby.keep_alive.remove(response)
+
+    async def _show(self, response: StreamedResponse, exchange: Exchange, model: LoadedModel | None) -> None:
+        """Send a picture, or that there is none."""
+        if model is None:
+            await response.write(event({"scope": "all", "engines": []}))
+            await asyncio.sleep(CLOSED_LOOK_S)
+            return
+        gallery = model.front.gallery
+        with gallery.watching(), suppress(TimeoutError):
+            async with asyncio.timeout(CLOSED_LOOK_S):
+                await gallery.wait()
+            await response.write(b"data: " + gallery.view(exchange.owner) + b"\n\n")
+            self._lobby.keep_alive.on_write(response)
+        await asyncio.sleep(PERIOD_S)
+
+
+class LoadRoute:
+    """Loads a model, and answers when it is loaded."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        name = exchange.route.removeprefix("/admin/models/").removesuffix("/load")
+        exchange.route = POST_LOAD.path  # for the metrics
+        lobby = self._lobby
+        entry = lobby.entry_of(name, None)
+        async with lobby.host.using(entry):
+            await exchange.respond_json(200, model_card(lobby, entry))
+
+
+class UnloadRoute:
+    """Unloads a model once no request uses it, and answers at once."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        name = exchange.route.removeprefix("/admin/models/").removesuffix("/unload")
+        exchange.route = POST_UNLOAD.path  # for the metrics
+        entry = self._lobby.entry_of(name, None)
+        was_here = self._lobby.host.unload(entry.name)
+        await exchange.respond_json(200, {"model": entry.name, "unloads": was_here})
+
+
+class ManyResetRoute:
+    """Forgets the cached prefixes of all loaded models."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        for front in [*self._lobby.fronts]:
+            await front.engine.reset_prefix_cache()
+        await exchange.respond_json(200, {"reset": True})
+
+
+class NoReplicasRoute:
+    """Refuses to add engine processes: each model of a server of several has one."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        pass
+
+    async def __call__(self, exchange: Exchange) -> None:
+        number = exchange.route.removeprefix("/admin/replicas/")
+        exchange.route = endpoints.POST_REPLICAS.path
+        raise HttpError(400, f"replicas {shown(number)}: each of several models has one engine process")
+
+
+class OfModelRoute:
+    """Answers for a model that is loaded: ?model=NAME, else the one that was used last."""
+
+    def __init__(self, route: Callable[[Any], Handler], lobby: Lobby) -> None:
+        self._route = route
+        self._lobby = lobby
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        name = exchange.query.get("model")
+        wanted = None if name is None else lobby.entry_of(name, exchange.key).name
+        model = last_used(lobby, wanted)
+        if model is None:
+            which = "no model is" if wanted is None else f"{wanted} is not"
+            raise HttpError(404, f"{which} loaded; a request loads one", param="model", code="not_loaded")
+        lobby.entry_of(model.entry.name, exchange.key)
+        await self._route(model.front)(exchange)
+
+
+def _handlers() -> Iterator[tuple[Endpoint, Callable[[Any], Handler]]]:
+    for each in ROUTES:
+        if each.call is not None and each not in _OWN:
+            yield each, partial(PassRoute, each)
+        else:
+            yield each, _OWN.get(each, HANDLERS[each])
+
+
+# The other routes are those of a server of one model.
+_OWN: dict[Endpoint, Callable[[Any], Handler]] = {
+    endpoints.GET_MODELS: ManyModelsRoute,
+    endpoints.GET_MODEL: OneOfManyRoute,
+    endpoints.GET_HEALTH: ManyHealthRoute,
+    endpoints.GET_PROPS: partial(OfModelRoute, PropsRoute),
+    endpoints.GET_SLOTS: partial(OfModelRoute, SlotsRoute),
+    endpoints.GET_TAGS: ManyTagsRoute,
+    endpoints.GET_PS: ManyPsRoute,
+    endpoints.POST_OLLAMA_SHOW: ManyShowRoute,
+    endpoints.POST_OLLAMA_PULL: PullRoute,
+    endpoints.POST_OLLAMA_COPY: CopyRoute,
+    endpoints.DELETE_OLLAMA: DeleteRoute,
+    endpoints.GET_LMSTUDIO_MODELS: ManyLmStudioRoute,
+    endpoints.GET_LMSTUDIO_MODEL: ManyLmStudioRoute,
+    endpoints.GET_READY: ManyReadyRoute,
+    endpoints.GET_METRICS: ManyMetricsRoute,
+    endpoints.GET_WATCH: ManyWatchRoute,
+    endpoints.POST_LOAD: LoadRoute,
+    endpoints.POST_UNLOAD: UnloadRoute,
+    endpoints.POST_REPLICAS: NoReplicasRoute,
+    endpoints.POST_RESET_PREFIX_CACHE: ManyResetRoute,
+}
+LOBBY_HANDLERS = dict(_handlers())
+
+
+def new_lobby_app(lobby: Lobby) -> ASGIApp:
+    """Return the application that serves several models."""
+    return with_origins(App(lobby, handlers=LOBBY_HANDLERS), lobby.options)
+
+
+def new_lobby_metrics_app(lobby: Lobby) -> ASGIApp:
+    """Return the application of --metrics-port, which needs no key."""
+    return App(lobby, endpoints.MONITORED, is_open=True, handlers=LOBBY_HANDLERS)

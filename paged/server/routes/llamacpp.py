@@ -1,0 +1,52 @@
+"""llama.cpp's routes about the server: /props and /slots."""
+
+from __future__ import annotations
+
+from ... import __version__
+from ..front_end import FrontEnd
+from ..http.exchange import Exchange
+from ..ollama_models import template_of
+
+
+class PropsRoute:
+    """Returns the context, the template and the number of requests at once."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        engine = self._front.engine
+        await exchange.respond_json(
+            200,
+            {
+                "default_generation_settings": {"n_ctx": engine.max_model_len, "params": {}},
+                "total_slots": engine.config.num_seats,
+                "model_alias": self._front.names[0],
+                "model_path": engine.config.model,
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": template_of(engine),
+                "build_info": f"paged {__version__}",
+            },
+        )
+
+
+class SlotsRoute:
+    """Returns a slot for each request in progress, without its prompt."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        front = self._front
+        records = [each for each in front.open_records if exchange.owner in (None, each.owner)]
+        slots = [
+            {
+                "id": number,
+                "id_task": number,
+                "n_ctx": front.engine.max_model_len,
+                "is_processing": True,
+                "n_decoded": sum(sum(own.num_generated) for own in record.progress.values()),
+            }
+            for number, record in enumerate(records)
+        ]
+        await exchange.respond_json(200, slots)

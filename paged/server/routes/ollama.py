@@ -1,0 +1,117 @@
+"""Ollama's routes about models, for a server of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+from ...chat.chat_format import ChatFormat
+from ...checkpoints.library.models_file import ModelEntry
+from ...engine.async_base import AsyncEngine
+from ...protocol.endpoints import GET_LMSTUDIO_MODEL, GET_LMSTUDIO_MODELS, parse_call
+from ...protocol.ollama.calls import NamedCall
+from ..front_end import LATEST_TAG, FrontEnd
+from ..http.exchange import Exchange
+from ..http.failures import HttpError
+from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of
+from ..options import ServeOptions
+
+NO_CHANGES = "clients may not change the models of this server; start it with --allow-model-changes"
+
+
+def capabilities_of(engine: AsyncEngine[Any] | None, options: ServeOptions) -> list[str]:
+    """Return what a model can do, by Ollama's names; of one that is not loaded, what all can."""
+    if engine is None:
+        return ["completion"]
+    if engine.text.has_embedding_files:
+        return ["embedding"]
+    found = ChatFormat.of_model(
+        engine.text,
+        chat_template=options.chat_template,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        enable_auto_tool_choice=options.enable_auto_tool_choice,
+    )
+    tools = ["tools"] if found.tools is not None else []
+    thinking = ["thinking"] if found.reasoning is not None else []
+    return ["completion", *tools, *thinking]
+
+
+def _entries(front: FrontEnd, exchange: Exchange) -> list[ModelEntry]:
+    checkpoint = front.engine.config.model
+    return [ModelEntry(name=name, checkpoint=checkpoint) for name in front.names_for(exchange.key)]
+
+
+class TagsRoute:
+    """Lists the names of the model."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        entries = _entries(self._front, exchange)
+        tags = await asyncio.to_thread(lambda: [tag_of(entry, None) for entry in entries])
+        await exchange.respond_json(200, {"models": tags})
+
+
+class PsRoute:
+    """Lists the model, which stays loaded."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        running = [
+            RunningModel(each, self._front.engine, 0, math.inf) for each in _entries(self._front, exchange)
+        ]
+        models = await asyncio.to_thread(lambda: [running_of(each, None) for each in running])
+        await exchange.respond_json(200, {"models": models})
+
+
+class ShowRoute:
+    """Describes the model."""
+
+    def __init__(self, path: str, front: FrontEnd) -> None:
+        self._path = path
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        front = self._front
+        call = await exchange.read_json(lambda body: parse_call(self._path, body))
+        assert isinstance(call, NamedCall)
+        name = call.name.removesuffix(LATEST_TAG)
+        front.check_model(name, exchange.key)
+        entry = ModelEntry(name=name, checkpoint=front.engine.config.model)
+        capabilities = capabilities_of(front.engine, front.options)
+        shown = await asyncio.to_thread(shown_model, entry, None, front.engine, capabilities)
+        await exchange.respond_json(200, shown)
+
+
+class NoChangeRoute:
+    """Refuses to change the models: a server of one model has no others."""
+
+    def __init__(self, path: str, front: FrontEnd) -> None:
+        pass
+
+    async def __call__(self, _: Exchange) -> None:
+        raise HttpError(403, NO_CHANGES, code="not_allowed")
+
+
+class LmStudioRoute:
+    """Lists the names of the model, or describes one, in LM Studio's form."""
+
+    def __init__(self, front: FrontEnd) -> None:
+        self._front = front
+
+    async def __call__(self, exchange: Exchange) -> None:
+        front = self._front
+        name = exchange.route.removeprefix(GET_LMSTUDIO_MODELS.path).removeprefix("/")
+        capabilities = capabilities_of(front.engine, front.options)
+        entries = _entries(front, exchange)
+        if name:
+            exchange.route = GET_LMSTUDIO_MODEL.path  # for the metrics
+            front.check_model(name, exchange.key)
+            entries = [each for each in entries if each.name == name]
+        cards = [lmstudio_card(each, None, front.engine, capabilities) for each in entries]
+        await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})

@@ -1,0 +1,346 @@
+"""ImagePrompts: images that come with a prompt, and the tokens that stand for them."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..architectures.towers import VisionSpec
+from ..base.errors import RequestError, ResourceError, reject_unknown
+from ..base.validation import shown
+from ..images.decoding import check_size, in_rgb, pillow
+from ..images.families import PROMPT_FAMILIES, ImageTokens, with_boundaries
+from ..images.processing import resizing_of, sha256_of
+from ..images.sizes import Pixels, Size
+from ..requests.request import PromptImage
+from .marked_text import substituted
+from .tokenizer import Tokenizer
+from .worker import Worker, WorkerLimits, Workers
+
+IMAGE_LIMITS = WorkerLimits(time_s=4.0, wall_s=30.0, memory=2 * 2**30, characters=128 * 2**20)
+MOST_DECODING = 2  # images at once, each by a process
+MOST_FILE_BYTES = 64 * 2**20
+DATA = "data:"
+
+
+class NamedImage(NamedTuple):
+    """An image under the name that messages call it by."""
+
+    name: str
+    image: Any
+
+
+class Parsed(NamedTuple):
+    """A prompt in which tokens stand for its images."""
+
+    text: str | None
+    token_ids: list[int]
+    images: tuple[PromptImage, ...]
+
+
+def body_of_data_url(name: str, url: str) -> str:
+    """Return the base64 of an image in a data: URL. Raises RequestError for any other URL."""
+    if url[: len(DATA)].lower() != DATA:
+        scheme, colon, _ = url[:32].partition(":")
+        given = f"one of {scheme}:" if colon else shown(url[:32])
+        raise RequestError(
+            f"{name} must be a data: URL with the image in base64, got {given}; nothing is fetched",
+            param=name,
+        )
+    head, comma, body = url[len(DATA) :].partition(",")
+    kind, *options = (part.strip().lower() for part in head[:256].split(";"))
+    if not comma or "base64" not in options or (kind and not kind.startswith("image/")):
+        raise RequestError(
+            f"{name} must be a data: URL such as data:image/png;base64,..., got data:{shown(head[:60])}",
+            param=name,
+        )
+    return body
+
+
+def bytes_of_data_url(name: str, url: str) -> bytes:
+    """Return the bytes of an image in a data: URL. Raises RequestError."""
+    return bytes_of_base64(name, body_of_data_url(name, url))
+
+
+def bytes_of_base64(name: str, text: str) -> bytes:
+    """Return the bytes that a text has in base64. Raises RequestError."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise RequestError(f"{name} is not base64: {error}") from None
+
+
+class ImagePrompts:
+    """Reads the images of prompts for one model, and writes the tokens that stand for them.
+
+    most: the most images of a prompt.
+    """
+
+    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer | None, most: int) -> None:
+        self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
+        self.most = most
+        self._tokenizer = tokenizer
+        self._family = PROMPT_FAMILIES[vision.family]
+        self._resizing = resizing_of(vision)
+
+    @cached_property
+    def _workers(self) -> Workers:
+        return Workers(MOST_DECODING, lambda: Worker("paged.text.image_worker", "decoding it", IMAGE_LIMITS))
+
+    @property
+    def placeholder_id(self) -> int:
+        """The token that stands for an image in a prompt."""
+        return self._family.placeholder(self.vision)
+
+    @cached_property
+    def placeholder(self) -> str:
+        """The text of that token. Raises RequestError without a tokenizer."""
+        return self._token_text(self.placeholder_id)
+
+    @cached_property
+    def written(self) -> str:
+        """The text of an image in a prompt: the placeholder with the tokens around it."""
+        if not self._family.is_wrapped:
+            return self.placeholder
+        before, behind = map(self._token_text, self.vision.boundary_ids)
+        return f"{before}{self.placeholder}{behind}"
+
+    @property
+    def known_ids(self) -> frozenset[int]:
+        """The tokens that a prompt with images may have beside those of texts."""
+        return frozenset((self.vision.token_id, self.placeholder_id, *self.vision.boundary_ids))
+
+    def given(self, data: Any) -> list[NamedImage]:
+        """Return the images in multi_modal_data. Raises RequestError."""
+        name = "multi_modal_data"
+        if data is None:
+            return []
+        if not isinstance(data, Mapping):
+            raise RequestError(f'{name} must be a dict such as {{"image": [...]}}, got {shown(data)}')
+        for kind in ("audio", "video"):
+            if data.get(kind) is not None:
+                raise RequestError(f"{name} has {kind}, which is not supported; images are")
+        reject_unknown(name, map(str, data), ("image", "audio", "video"))
+        images = data.get("image")
+        if images is None:
+            return []
+        listed = (
+            [*images] if isinstance(images, list | tuple) and not isinstance(images, NamedImage) else [images]
+        )
+        return [
+            each if isinstance(each, NamedImage) else NamedImage(f"{name}.image[{i}]", each)
+            for i, each in enumerate(listed)
+        ]
+
+    def parse(self, prompt: str | Sequence[int], images: Sequence[NamedImage], **options: Any) -> Parsed:
+        """Return the prompt with the tokens of its images. Raises RequestError.
+
+        options: those of `Tokenizer.encode`.
+        """
+        if len(images) > self.most:
+            raise RequestError(
+                f"the prompt has {len(images)} images, and limit_mm_per_prompt allows {self.most}"
+            )
+        if isinstance(prompt, str) and self._tokenizer is None:
+            raise RequestError(
+                "a prompt that is text needs the tokenizer, which skip_tokenizer_init=True left out"
+            )
+        prompt = prompt if isinstance(prompt, str) else [*prompt]
+        self._check_count(self._count(prompt), len(images))
+        pixels = [self._read(*each) for each in images]
+        tokens = [self._family.tokens(self.vision, each.size) for each in pixels]
+        if isinstance(prompt, str):
+            text = self._in_text(prompt, tokens)
+            assert self._tokenizer is not None, "a text was not refused without a tokenizer"
+            token_ids = [*self._tokenizer.encode(text, name="the prompt", **options)]
+        else:
+            token_ids = self._in_tokens(prompt, tokens)
+        return Parsed(
+            prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels)
+        )
+
+    def count_in(self, text: str) -> int:
+        """Return how many images a text has placeholders for."""
+        return len(self._places(text))
+
+    # Images
+
+    def _read(self, name: str, image: Any) -> Pixels:
+        """Return the pixels of an image, resized. Raises RequestError."""
+        try:
+            module = pillow()
+        except ResourceError as error:
+            raise RequestError(str(error)) from None
+        if isinstance(image, module.Image):
+            return self._resized(name, image)
+        if hasattr(image, "__array_interface__"):
+            return self._resized(name, _from_array(name, image))
+        if isinstance(image, bytes | bytearray | memoryview):
+            return self._decoded(name, bytes(image))
+        if isinstance(image, str) and image[: len(DATA)].lower() == DATA:
+            return self._decoded(name, bytes_of_data_url(name, image))
+        if isinstance(image, str | os.PathLike):
+            return self._decoded(name, _bytes_of_file(name, image))
+        raise RequestError(
+            f"{name} must be an image of Pillow or numpy, a path, or the bytes of a file, got {shown(image)}"
+        )
+
+    def _resized(self, name: str, image: Any) -> Pixels:
+        try:
+            check_size(image)
+            return self._resizing.apply(in_rgb(image))
+        except RequestError as error:
+            raise RequestError(f"{name} {error}") from None
+        except (OSError, ValueError, SyntaxError) as error:  # an image that Pillow reads only now
+            raise RequestError(f"{name} cannot be read: {error}") from error
+
+    def _decoded(self, name: str, data: bytes) -> Pixels:
+        """Decode and resize a file, in a process of bounded time and memory."""
+        request = {"data": base64.b64encode(data).decode(), "resizing": [*self._resizing]}
+        try:
+            answer = self._workers.ask(request, name)
+        except RequestError as error:
+            message = str(error)
+            raise RequestError(message if message.startswith(name) else f"{name}: {message}") from error
+        if "wrong" in answer:
+            raise RequestError(f"{name} {answer['wrong']}")
+        return Pixels(Size(answer["height"], answer["width"]), base64.b64decode(answer["text"]))
+
+    # Placeholders
+
+    def _token_text(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            raise RequestError("images in text need the tokenizer, which skip_tokenizer_init=True left out")
+        return self._tokenizer.token_text(token_id)
+
+    def _count(self, prompt: str | list[int]) -> int:
+        """Return how many images a prompt has places for."""
+        if isinstance(prompt, str):
+            return len(self._places(prompt))
+        marker = self.placeholder_id
+        if marker != self.vision.token_id or marker not in prompt:
+            return prompt.count(marker)
+        return -1  # an image may have one token or many: known once its size is
+
+    def _check_count(self, num_places: int, num_images: int) -> None:
+        if num_places not in (-1, num_images):
+            name = f"token {self.placeholder_id}"
+            if self._tokenizer is not None:
+                name = repr(self.placeholder)
+            images = "1 image" if num_images == 1 else f"{num_images} images"
+            raise RequestError(
+                f"the prompt has {num_places} times {name}, which stands for an image, and {images}"
+            )
+
+    def _places(self, text: str) -> list[int]:
+        """Return where in a text an image stands, but for what users have written as plain text."""
+        plain = [*getattr(text, "plain", ())]
+        found = []
+        at = text.find(self.placeholder)
+        while at >= 0:
+            if not any(start <= at < end for start, end in plain):
+                found.append(at)
+            at = text.find(self.placeholder, at + len(self.placeholder))
+        return found
+
+    def _in_text(self, text: str, tokens: Sequence[ImageTokens]) -> str:
+        """Replace each placeholder by the tokens of an image."""
+        length = len(self.placeholder)
+        changes = [
+            (place, place + length, own.before + "".join(map(self._token_text, own.token_ids)) + own.after)
+            for place, own in zip(self._places(text), tokens, strict=True)
+        ]
+        return substituted(text, changes)
+
+    def _in_tokens(self, prompt: list[int], tokens: Sequence[ImageTokens]) -> list[int]:
+        """Replace each placeholder by the tokens of an image, unless these are there already."""
+        left = [*tokens]
+        marker = self.placeholder_id
+        ids = list[int]()
+        at = 0
+        while at < len(prompt):
+            token_id = prompt[at]
+            if token_id not in (marker, self.vision.token_id) or not left:
+                ids.append(token_id)
+                at += 1
+                continue
+            own = left[0]
+            whole = own.token_ids
+            bare = _bare(whole, self.vision.token_id)
+            if prompt[at : at + len(whole)] == whole or prompt[at : at + len(bare)] == bare:
+                taken = whole if prompt[at : at + len(whole)] == whole else bare
+                ids += taken
+                at += len(taken)
+            elif token_id == marker:
+                ids += [*self._encode(own.before), *whole, *self._encode(own.after)]
+                at += 1
+            else:
+                raise RequestError(
+                    f"prompt_token_ids[{at}] is {token_id}, of which image {len(tokens) - len(left)} has "
+                    f"{bare.count(token_id)} in a row; give its placeholder {marker} alone"
+                )
+            del left[0]
+        if left:
+            self._check_count(len(tokens) - len(left), len(tokens))
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_bare(text) if text and self._tokenizer is not None else []
+
+    def _placed(
+        self, token_ids: list[int], tokens: Sequence[ImageTokens], pixels: Sequence[Pixels]
+    ) -> tuple[PromptImage, ...]:
+        """Return the images with their places among the tokens."""
+        marker = self.vision.token_id
+        images = []
+        at = 0
+        for i, (own, each) in enumerate(zip(tokens, pixels, strict=True)):
+            bare = _bare(own.token_ids, marker)
+            at = token_ids.index(marker, at) if marker in token_ids[at:] else len(token_ids)
+            end = at + len(bare)
+            if token_ids[at:end] != bare:
+                raise RequestError(
+                    f"image {i} of the prompt is {len(bare)} tokens from {marker} on, but the prompt has "
+                    f"{shown(token_ids[at : at + 8])} in their place"
+                )
+            images.append(PromptImage(at, end, sha256_of(self.vision, each), *each.size, each.data))
+            at = end
+        if marker in token_ids[at:]:
+            raise RequestError(
+                f"the prompt has {len(images)} images, and more tokens {marker} than these have embeddings"
+            )
+        return tuple(images)
+
+
+def _bare(token_ids: list[int], marker: int) -> list[int]:
+    """Return the tokens of an image from its first embedding to its last one."""
+    last = len(token_ids) - token_ids[::-1].index(marker)
+    return token_ids[token_ids.index(marker) : last]
+
+
+def _from_array(name: str, array: Any) -> Any:
+    """Return an array of numpy as an image of Pillow."""
+    shape: Any = getattr(array, "shape", ())
+    is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] in (3, 4))
+    if not is_image or str(getattr(array, "dtype", "")) != "uint8":
+        raise RequestError(
+            f"{name} must be an array uint8[height, width, 3], got {getattr(array, 'dtype', '')}{[*shape]}"
+        )
+    return pillow().fromarray(array)
+
+
+def _bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
+    """Return the contents of a file. Raises RequestError."""
+    file = Path(path)
+    try:
+        size = file.stat().st_size
+        if size > MOST_FILE_BYTES:
+            raise RequestError(f"{name} has {size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
+        return file.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RequestError(f"{name}: {shown(str(path))} cannot be read: {reason}") from error

@@ -1,0 +1,228 @@
+"""Images in prompts: transformers' tokens and logits, and the same bits in whatever company and order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from paged import LLMEngine, SamplingParams
+from paged.runner.model_runner import ModelRunner
+from paged.sampling.sampler import Draw
+from tests.support.checkpoints import assert_all_free, new_engine
+from tests.support.images import (
+    FAMILIES,
+    STRINGS_ALONE,
+    data_url,
+    picture,
+    png,
+    seeing,
+    seeing_reference,
+)
+
+Prompt = tuple[list[int], list[Image.Image]]
+
+
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+def prompts_of(name: str) -> list[Prompt]:
+    """Prompts with no image to four, at every place, twice the same, with text before, between and behind."""
+    at = FAMILIES[name].ids
+    red, wide, tall, grey = picture(1), picture(2, 61, 7), picture(3, 9, 40), picture(4, 33, 33, "L")
+    return [
+        ([5, 6, 7, 8], []),
+        ([5, *at, 6, 7], [red]),
+        ([*at, 9, 10, 11], [wide]),
+        ([7] * 21 + at, [tall]),
+        ([5, *at, *at, 6], [red, red]),
+        ([20, *at, 21, 22, *at, 23, *at, 24, *at, 25], [grey, wide, tall, red]),
+        ([30, *at, 31], [wide]),
+    ]
+
+
+def given(prompt: Prompt) -> dict[str, Any]:
+    token_ids, images = prompt
+    return {"prompt_token_ids": token_ids, **({"multi_modal_data": {"image": images}} if images else {})}
+
+
+@contextmanager
+def recorded_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, int], Tensor]]:
+    """Record logits by request and by how many tokens they follow."""
+    found: dict[tuple[str, int], Tensor] = {}
+    sampled: list[tuple[str, int]] = []
+    execute = ModelRunner.execute
+    run = Draw.run
+
+    def executing(runner: ModelRunner, schedule: Any) -> Any:
+        sampled[:] = [(request.request_id, request.num_tokens) for request in schedule.sampled_requests]
+        return execute(runner, schedule)
+
+    def recording(draw: Draw, logits: Tensor, *others: Any) -> Any:
+        found.update(zip(sampled, logits.clone(), strict=True))
+        return run(draw, logits, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "execute", executing)
+        patch.setattr(Draw, "run", recording)
+        yield found
+
+
+class Result(NamedTuple):
+    """The tokens of a prompt with its images', those that follow, and the logits of each of these."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logits: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Result) and self[:2] == other[:2] and torch.equal(self.logits, other.logits)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def completed(
+    engine: LLMEngine, prompts: Sequence[Prompt], monkeypatch: pytest.MonkeyPatch, max_tokens: int = 5
+) -> list[Result]:
+    """Complete all prompts at once."""
+    with recorded_logits(monkeypatch) as logits:
+        outputs = engine.generate([*map(given, prompts)], greedy(max_tokens), use_tqdm=False)
+    assert_all_free(engine)
+    results = []
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        own = [logits[output.request_id, len(prompt) + i] for i in range(max_tokens)]
+        results.append(Result(prompt, output.outputs[0].token_ids, torch.stack(own)))
+    return results
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_matches_transformers(name, backend, monkeypatch):
+    prompts = prompts_of(name)
+    results = completed(new_engine(seeing(name), attention_backend=backend), prompts, monkeypatch)
+    for (_, images), result in zip(prompts, results, strict=True):
+        tokens, logits = seeing_reference(name).greedy(result.prompt_token_ids, images, 5)
+        assert result.token_ids == tokens
+        torch.testing.assert_close(result.logits, logits, atol=1e-4, rtol=0)
+    assert len({tuple(result.token_ids) for result in results}) > 3, "images make no difference"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(name: str) -> list[Result]:
+    """Compute each prompt by an engine of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        return [
+            completed(new_engine(seeing(name), enable_prefix_caching=False), [prompt], patch)[0]
+            for prompt in prompts_of(name)
+        ]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 9},
+    {"max_num_batched_tokens": 16, "block_size": 8},
+    {"num_blocks": None, "block_size": 8},
+    {"num_blocks": None, "block_size": 8, "swap_space": 0.1, "preemption_mode": "swap"},
+    {"mm_processor_cache_gb": 0, "max_num_seqs": 2, "enforce_eager": True},
+]
+
+
+# Some longest prompts take half of them; layers of gemma3 share blocks.
+FEW_BLOCKS = {"gemma3": 70, "mistral3": 14, "ministral3": 14, "qwen3_vl": 16}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_company_chunks_and_preemption_change_no_bit(name, alone, options, monkeypatch):
+    is_short = "num_blocks" in options
+    few = {"num_blocks": FEW_BLOCKS[name]} if is_short else {}
+    engine = new_engine(seeing(name), **{**options, **few})
+    prompts = prompts_of(name)
+    assert completed(engine, prompts, monkeypatch) == alone
+    num_computed = engine.runner.images.num_computed
+    # With hits before, inside and behind images.
+    assert completed(engine, prompts[::-1], monkeypatch) == alone[::-1]
+    counters = engine.scheduler.counters
+    assert counters.num_cached_tokens > 20
+    assert (counters.num_recomputed + counters.num_swapped > 0) is is_short
+    is_kept = options.get("mm_processor_cache_gb") != 0
+    assert (engine.runner.images.num_computed == num_computed == 4) is is_kept
+
+
+def test_a_fork_shares_an_image(name, alone):
+    engine = new_engine(seeing(name))
+    for i, prompt in enumerate(prompts_of(name)):
+        engine.add_request(str(i), given(prompt), greedy(5))
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {
+            output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished
+        }
+        for group in [*engine.core.groups.values()]:
+            if group.samples[0].num_output_tokens == 2 and len(group.request_id) == 1:
+                engine.fork(group.request_id, f"{group.request_id} again")
+    for i, result in enumerate(alone):
+        assert finished[str(i)] == finished[f"{i} again"] == result.token_ids
+    assert_all_free(engine)
+    assert engine.runner.images.num_computed == 4
+
+
+# Texts
+
+
+@pytest.fixture(scope="module")
+def reading(name: str) -> LLMEngine:
+    """Make an engine with a tokenizer."""
+    return new_engine(seeing(name), skip_tokenizer_init=False)
+
+
+def test_text_and_messages_have_the_tokens_of_ids(name, reading):
+    """Placeholders in text are written as transformers' processor writes them; parts as the template does."""
+    family = FAMILIES[name]
+    wide = picture(2, 61, 7)
+    text = f"Look:{family.written}and say."
+    expected = reading.tokenizer.encode(seeing_reference(name).written(text, [wide]))
+    whole = {"prompt": text, "multi_modal_data": {"image": wide}}
+    ids = reading.tokenizer.encode(text)
+    short = {"prompt_token_ids": ids, "multi_modal_data": {"image": [wide]}}
+    repeated = {"prompt_token_ids": expected, "multi_modal_data": {"image": png(wide)}}
+    outputs = reading.generate([whole, short, repeated], greedy(4), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [expected] * 3
+    assert outputs[0].prompt == text
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    parts = [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": data_url(wide), "detail": "high"}},
+        {"type": "text", "text": "and say."},
+    ]
+    conversation = [{"role": "user", "content": parts}]
+    (output,) = reading.chat(conversation, greedy(4), use_tqdm=False)
+    assert output.prompt_token_ids == reading.tokenizer.encode(
+        seeing_reference(name).written(f"[user]{text}[assistant]", [wide])
+    )
+    assert output.prompt == f"[user]{text}[assistant]"
+
+
+def test_templates_of_strings_get_placeholders(name, reading):
+    """Which users cannot write themselves."""
+    written = FAMILIES[name].written
+    parts = [{"type": "text", "text": f"a{written}"}, {"type": "image_pil", "image_pil": picture(1)}]
+    prompt = reading.render_chat([{"role": "user", "content": parts}], chat_template=STRINGS_ALONE)
+    placeholder = reading.text.images.written
+    assert prompt["prompt"] == f"user: a{written}\n{placeholder}"
+    assert reading.text.images.count_in(prompt["prompt"]) == 1
+    (output,) = reading.generate([prompt], greedy(2), use_tqdm=False)
+    assert output.prompt_token_ids.count(FAMILIES[name].marker) > 1
+    ordinary = reading.tokenizer.encode("user: a<", add_special_tokens=False)
+    assert output.prompt_token_ids[: len(ordinary)] == ordinary or written[0] != "<"

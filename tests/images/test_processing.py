@@ -1,0 +1,265 @@
+"""Images to patches, bit for bit as transformers' processors with Pillow; files and limits."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paged import CheckpointError, RequestError
+from paged.architectures.hf_config import read_config
+from paged.architectures.towers import VisionSpec
+from paged.base.errors import UnsupportedModelError
+from paged.images.decoding import decode
+from paged.images.processing import patches_of, resizing_of, sha256_of
+from paged.images.reading import processing_of, with_vision
+from paged.images.sizes import Pixels, Resizing, Size
+from paged.options.config import EngineConfig
+from paged.text.images import ImagePrompts, NamedImage
+from tests.support.checkpoints import edit_json
+from tests.support.images import FAMILIES, picture, png, seeing, seeing_reference
+
+SIZES = [
+    (1, 1),
+    (1, 50),
+    (90, 1),
+    (3, 200),
+    (47, 48),
+    (48, 47),
+    (97, 31),
+    (300, 260),
+    *((n, 61 - n) for n in range(2, 60, 9)),
+]
+
+
+def vision_of(name: str) -> VisionSpec:
+    directory = seeing(name)
+    model, why = with_vision(EngineConfig(str(directory)), read_config(directory), directory)
+    assert model.vision is not None, why
+    return model.vision
+
+
+# By rule: the most that a side may be of the other, and what is said of more.
+TOO_NARROW = {
+    "longest_edge": (48, "within 48 x 48 nothing is left of its shorter side"),
+    "area": (200, "one side may be 200 times the other"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_patches_are_those_of_transformers(name):
+    """Of pictures of every shape: odd, one pixel wide, larger than every limit."""
+    vision = vision_of(name)
+    resizing = resizing_of(vision)
+    side = vision.projector.side
+    size = vision.tower.patch_size
+    for seed, (width, height) in enumerate(SIZES):
+        image = picture(seed, width, height)
+        refusal = TOO_NARROW.get(resizing.rule)
+        if refusal is not None and refusal[0] * min(width, height) < max(width, height):
+            with pytest.raises(RequestError, match=refusal[1]):
+                resizing.apply(image)
+            continue
+        pixels = resizing.apply(image)
+        ours = patches_of(vision, *pixels.size, pixels.data)
+        expected = seeing_reference(name).patches(image)
+        rows, columns = (n // size for n in pixels.size)
+        squares = ours.reshape(rows // side, columns // side, side, side, -1).transpose(0, 2, 1, 3, 4)
+        assert np.array_equal(squares.reshape(rows * columns, -1), expected)
+
+
+FULL_SIZE = Resizing("longest_edge", (16384, 16384), 3, 1)  # of which no image is resized
+
+
+def rgb(image: Image.Image) -> np.ndarray[Any, Any]:
+    return np.asarray(image)
+
+
+def test_every_kind_of_file_becomes_rgb():
+    """Palettes, grey, alpha on white, 16 bits, CMYK, and the first frame of a GIF."""
+    colours = picture(1, 20, 12)
+    grey = picture(2, 20, 12, "L")
+    assert np.array_equal(rgb(decode(png(colours))), rgb(colours))
+    assert np.array_equal(rgb(decode(png(grey))), rgb(grey.convert("RGB")))
+    palette = colours.quantize(16)
+    assert np.array_equal(rgb(decode(png(palette))), rgb(palette.convert("RGB")))
+    alpha = colours.copy()
+    alpha.putalpha(grey)
+    white = Image.new("RGB", alpha.size, "white")
+    white.paste(alpha, mask=grey)
+    assert np.abs(rgb(decode(png(alpha))).astype(int) - rgb(white)).max() <= 1
+    clear = Image.new("RGBA", (3, 3), (9, 9, 9, 0))
+    assert (rgb(decode(png(clear))) == 255).all()
+    deep = Image.fromarray((np.asarray(grey).astype(np.uint16) << 8) + 77)
+    assert np.array_equal(rgb(decode(png(deep)))[:, :, 0], rgb(grey))
+    cmyk = colours.convert("CMYK")
+    file = png(cmyk, "JPEG")
+    assert np.array_equal(rgb(decode(file)), rgb(Image.open(io.BytesIO(file)).convert("RGB")))
+    frames = png(colours.quantize(16), "GIF", save_all=True, append_images=[grey.convert("P")])
+    assert np.array_equal(rgb(decode(frames)), rgb(Image.open(io.BytesIO(frames)).convert("RGB")))
+    lossless = png(colours, "WEBP", lossless=True)
+    assert np.array_equal(rgb(decode(lossless)), rgb(colours))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation):
+    upright = picture(3, 17, 9)
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = upright.transpose(turns[orientation]) if orientation > 1 else upright
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    assert np.array_equal(rgb(decode(png(stored, exif=exif))), rgb(upright))
+
+
+def declared(width: int, height: int) -> bytes:
+    """Return a PNG that declares a size, and has few pixels."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = b"IDAT" + zlib.compress(bytes(9))
+    chunks = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (head, body))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is no image in PNG, JPEG, WEBP or GIF"),
+        (b"%PDF-1.4 x", "is no image in PNG, JPEG, WEBP or GIF"),
+        (png(picture(1), "BMP"), "is no image in PNG, JPEG, WEBP or GIF"),
+        (png(picture(1), "TIFF"), "is no image in PNG, JPEG, WEBP or GIF"),
+        (declared(20000, 2), "has 20,000 x 2 pixels, more than 16,384 on a side or 64,000,000 in all"),
+        (declared(16000, 16000), "has more pixels than 16,384 on a side or 64,000,000 in all"),
+        (declared(8001, 8001), "has 8,001 x 8,001 pixels, more than 16,384 on a side or 64,000,000 in all"),
+        (declared(8, 8), "is a damaged PNG"),
+        (png(picture(1))[:-30], "is a damaged PNG"),
+    ],
+    ids=range(9),
+)
+def test_wrong_files_are_refused(data, message):
+    with pytest.raises(RequestError, match=message):
+        decode(data)
+
+
+def test_damaged_files_have_one_error_each():
+    """Files with wrong bytes are an image or one error, whatever the bytes are."""
+    generator = random.Random(0)
+    kinds = [png(picture(4), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF")]
+    num_refused = 0
+    for _ in range(400):
+        file = bytearray(generator.choice(kinds))
+        for _ in range(generator.randint(1, 8)):
+            file[generator.randrange(len(file))] = generator.randrange(256)
+        try:
+            assert decode(bytes(file[: generator.randint(1, len(file))])).mode == "RGB"
+        except RequestError:
+            num_refused += 1
+    assert 100 < num_refused < 400
+
+
+def test_files_are_decoded_in_a_process_of_their_own(tmp_path):
+    """The same pixels as here. A damaged file, or too much memory, is one error; the next image is read."""
+    vision = vision_of("gemma3")
+    prompts = ImagePrompts(vision, None, 4)
+    image = picture(5, 70, 45)
+    expected = resizing_of(vision).apply(image)
+    path = tmp_path / "image.png"
+    path.write_bytes(png(image))
+    marker = prompts.placeholder_id
+    given = [png(image), path, str(path), image, np.asarray(image)]
+    for each in given:
+        (found,) = prompts.parse([marker], [NamedImage("it", each)]).images
+        assert (found.height, found.width, found.pixels) == (*expected.size, expected.data)
+    for wrong, message in (
+        (png(image)[:-40], "it is a damaged PNG"),
+        (tmp_path / "none.png", r"it: '.*none\.png' cannot be read: No such file"),
+        (b"GIF89a", "it is no image in PNG"),
+        (5, "it must be an image of Pillow or numpy, a path, or the bytes of a file, got 5"),
+        (
+            np.zeros((4, 4, 2), np.uint8),
+            r"it must be an array uint8\[height, width, 3\], got uint8\[4, 4, 2\]",
+        ),
+        (np.zeros((4, 4, 3)), "it must be an array uint8"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            prompts.parse([marker], [NamedImage("it", wrong)])
+    assert prompts.parse([marker], [NamedImage("it", png(image))]).images[0].pixels == expected.data
+
+
+def test_the_digest_is_of_pixels_size_and_processing():
+    vision = vision_of("mistral3")
+    pixels = Pixels(Size(8, 16), bytes(range(256)) * 2)
+    others = [
+        sha256_of(vision, pixels),
+        sha256_of(vision, Pixels(Size(16, 8), pixels.data)),
+        sha256_of(vision, Pixels(pixels.size, pixels.data[::-1])),
+        sha256_of(vision_of("gemma3"), pixels),
+    ]
+    assert len({*others}) == 4
+    assert sha256_of(vision, Pixels(Size(8, 16), bytes(pixels.data))) == others[0]
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma3", {"size": {"height": 32, "width": 32}}, "size 32 x 32 contradicts .* images of 24 x 24"),
+    ("gemma3", {"size": {"longest_edge": 32}}, "size must be an object of height and width"),
+    ("gemma3", {"do_pan_and_scan": True}, "do_pan_and_scan true is not supported"),
+    ("gemma3", {"do_resize": False}, "do_resize false is not supported"),
+    ("gemma3", {"do_center_crop": True}, "do_center_crop True is not supported"),
+    ("gemma3", {"image_std": [0.5, 0, 0.5]}, "image_std must be at least 1e-06 .*, got 0"),
+    ("gemma3", {"image_mean": [0.5]}, "image_mean must be a number for each of 3 channels"),
+    ("gemma3", {"resample": 9}, "resample must be from 0 to 5, got 9"),
+    ("gemma3", {"image_seq_length": 8}, "image_seq_length 8 contradicts the 9 tokens"),
+    ("mistral3", {"patch_size": 14}, "patch_size 14 contradicts config.json, whose tower has 4"),
+    ("mistral3", {"size": {"longest_edge": 0}}, "size.height must be from 1 to 16384, got 0"),
+    ("qwen3_vl", {"merge_size": 3}, "merge_size 3 contradicts config.json, whose tower has 2"),
+    ("qwen3_vl", {"min_pixels": 5000}, "size has at least 5000 pixels and at most 2000"),
+    ("qwen3_vl", {"size": {"height": 9}}, "size must be an object of shortest_edge and longest_edge"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG, ids=str)
+def test_unknown_and_contradictory_keys_are_refused(name, changes, message):
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        processing_of(vision_of(name), {**FAMILIES[name].processor, **changes}, {})
+    neutral = {"processor_class": "X", "do_center_crop": False, "crop_size": {"height": 9}, "unknown": None}
+    processing_of(vision_of(name), {**FAMILIES[name].processor, **neutral}, {})
+
+
+def test_a_model_without_its_processor_sees_nothing(tmp_path):
+    directory = seeing("gemma3")
+    for file in ("config.json",):
+        (tmp_path / file).write_bytes((directory / file).read_bytes())
+    config = EngineConfig(str(tmp_path))
+    model, why = with_vision(config, read_config(tmp_path), tmp_path)
+    assert model.vision is None
+    assert "there is no preprocessor_config.json" in why
+    whole = {"image_processor": FAMILIES["gemma3"].processor, "image_seq_length": 9}
+    edit_json(tmp_path / "processor_config.json", **whole)
+    assert with_vision(config, read_config(tmp_path), tmp_path)[0].vision == vision_of("gemma3")
+    only_text = EngineConfig(str(tmp_path), language_model_only=True)
+    assert with_vision(only_text, read_config(tmp_path), tmp_path)[1].startswith("language_model_only=True")
+    edit_json(tmp_path / "config.json", mm_tokens_per_image=8)
+    with pytest.raises(
+        CheckpointError, match=r"mm_tokens_per_image 8 must be squares .*; language_model_only"
+    ):
+        with_vision(config, read_config(tmp_path), tmp_path)
+
+
+def test_pillow_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    prompts = ImagePrompts(vision_of("gemma3"), None, 4)
+    with pytest.raises(RequestError, match="images need Pillow, which is not installed; install paged with"):
+        prompts.parse([prompts.placeholder_id], [NamedImage("it", Path("x.png"))])

@@ -1,0 +1,337 @@
+"""Ollama's API: what its own client sends, what it reads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+from paged.architectures.config import DEMO
+from paged.base.errors import PagedError, RequestError
+from paged.chat.parts import ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
+from paged.checkpoints.library.local import local_models
+from paged.protocol.answers.chats import ChatForm
+from paged.protocol.answers.chunks import Head
+from paged.protocol.endpoints import parse_call
+from paged.protocol.limits import Limits
+from paged.protocol.ollama.answers import Durations, OllamaLines
+from paged.server.app import new_ollama_app
+from paged.server.options import ServeOptions
+from tests.support.fake_hub import fake_hub
+from tests.support.lobbies import lobby_here
+from tests.support.served import Served, serving
+
+SUPPORT = Path(__file__).parents[1] / "support"
+BODIES = json.loads(
+    (SUPPORT / "ollama_bodies.json").read_text()
+)  # of the client's calls, by ollama_client.py
+CLIENT = Path(__file__).parents[2] / ".venv-clients" / "ollama" / "bin" / "python"
+PACKAGES = CLIENT.parents[2] / "javascript" / "node_modules"
+HELLO = [{"role": "user", "content": "def f(x):"}]
+OPTIONS = {"num_predict": 6, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "models.toml"
+    path.write_text('[a]\ncheckpoint = "demo"\nsystem = "Code."\n')
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with fake_hub(monkeypatch, tmp_path / "hub") as hub:
+        hub.repositories["owner/tiny"] = {
+            each.name: each.read_bytes() for each in DEMO.iterdir() if each.is_file()
+        }
+        yield hub
+
+
+@pytest.fixture
+def server(engine, file):
+    with lobby_here(engine, file) as (served, _):
+        yield served
+
+
+def lines(served: Served, path: str, **body: object) -> list[dict[str, object]]:
+    status, headers, data = served.request("POST", path, body)
+    assert (status, headers["content-type"]) == (200, "application/x-ndjson"), data
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_every_call_of_the_client_is_answered(engine, tmp_path, hub):  # noqa: ARG001
+    """Its bodies were recorded; a model is copied, deleted and pulled on the way."""
+    own = tmp_path / "models.toml"
+    own.write_text('[a]\ncheckpoint = "demo"\n')
+    with lobby_here(engine, own, allow_model_changes=True) as (served, _):
+        for sent in BODIES:
+            status, _, data = served.request(sent["method"], sent["path"], sent["body"])
+            body = sent["body"] or {}
+            wanted = (
+                404 if body.get("model") == "none" or sent["path"] in ("/api/create", "/api/push") else 200
+            )
+            assert status == wanted, (sent, data)
+            if status != 200:
+                assert [*json.loads(data)] == ["error"]
+            elif data and body.get("stream"):
+                assert all(isinstance(json.loads(line), dict) for line in data.splitlines())
+    assert [each.name for each in local_models()] == ["owner/tiny"]
+
+
+@pytest.mark.skipif(not CLIENT.exists(), reason="make clients installs it")
+def test_the_client_itself(engine, tmp_path, hub):  # noqa: ARG001
+    own = tmp_path / "models.toml"
+    own.write_text('[a]\ncheckpoint = "demo"\n')
+    with lobby_here(engine, own, allow_model_changes=True) as (served, _):
+        arguments = [CLIENT, SUPPORT / "ollama_client.py", served.url, "a", tmp_path / "bodies.json"]
+        run = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    failed = {name for name, each in found.items() if isinstance(each, dict) and "error" in each}
+    assert failed == {"unknown", "unknown stream", "create", "push"}
+    assert json.loads((tmp_path / "bodies.json").read_text()) == BODIES
+    assert found["chat schema"]["message"]["content"].startswith("{")
+    assert found["async"]["whole"] == found["async"]["joined"] == found["chat"]["message"]["content"]
+
+
+@pytest.mark.skipif(
+    not (PACKAGES / "ollama").exists() or which("node") is None, reason="make clients installs it"
+)
+def test_the_javascript_client(engine, tmp_path, hub):  # noqa: ARG001
+    own = tmp_path / "models.toml"
+    own.write_text('[a]\ncheckpoint = "demo"\n')
+    with lobby_here(engine, own, allow_model_changes=True) as (served, _):
+        arguments = ["node", SUPPORT / "ollama_client.mjs", PACKAGES.parent, served.url, "a"]
+        run = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    failed = {name for name, each in found.items() if isinstance(each, dict) and "error" in each}
+    assert failed == {"create", "push"}
+    assert found["chat stream"] > 1
+    assert found["format"]["message"]["content"].startswith("{")
+
+
+def test_a_stream_is_the_whole_answer_in_lines(server, served):
+    whole = server.post("/api/chat", model="a", messages=HELLO, options=OPTIONS, stream=False)
+    *parts, last = lines(server, "/api/chat", model="a:latest", messages=HELLO, options=OPTIONS)
+    assert "".join(part["message"]["content"] for part in parts) == whole["message"]["content"] != ""
+    assert not any(part["done"] for part in parts)
+    assert last["model"] == "a:latest"
+    assert (last["done"], last["done_reason"]) == (True, "length")
+    for end in (last, whole):
+        assert (end["eval_count"], end["prompt_eval_count"]) == (6, whole["prompt_eval_count"])
+        durations = [end[f"{name}_duration"] for name in ("total", "load", "prompt_eval", "eval")]
+        assert all(isinstance(each, int) and each >= 0 for each in durations)
+        assert durations[0] >= durations[1]
+    # The same as by OpenAI's API, with the system prompt and the sampling of a chat.
+    params = {"temperature": 0.8, "min_p": 0.05, "max_tokens": 6, "seed": 1}
+    messages = [{"role": "system", "content": "Code."}, *HELLO]
+    chat = served.post("/v1/chat/completions", messages=messages, **params)
+    assert chat["choices"][0]["message"]["content"] == whole["message"]["content"]
+
+
+def test_generate_and_raw(server, served):
+    whole = server.post("/api/generate", model="a", prompt="def f(x):", options=OPTIONS, stream=False)
+    chat = server.post("/api/chat", model="a", messages=HELLO, options=OPTIONS, stream=False)
+    assert whole["response"] == chat["message"]["content"]
+    raw = server.post("/api/generate", model="a", prompt="def f(x):", options=OPTIONS, stream=False, raw=True)
+    params = {"temperature": 0.8, "min_p": 0.05, "max_tokens": 6, "seed": 1}
+    assert (
+        raw["response"] == served.post("/v1/completions", prompt="def f(x):", **params)["choices"][0]["text"]
+    )
+    for path, empty in (("/api/generate", {}), ("/api/chat", {"messages": []})):
+        assert server.post(path, model="a", **empty)["done_reason"] == "load"
+        assert server.post(path, model="a", keep_alive=0, **empty)["done_reason"] == "unload"
+
+
+def test_a_schema_bounds_the_answer(server):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    options = {"num_predict": 80, "seed": 2}
+    body = server.post("/api/chat", model="a", messages=HELLO, format=schema, options=options, stream=False)
+    assert json.loads(body["message"]["content"])["a"] in (1, 2)
+    assert body["done_reason"] == "stop"
+
+
+def test_calls_are_objects_and_reasoning_is_apart():
+    made = OllamaLines(Head("i", "o", 0, "m"), ChatForm(), len, Durations(0.0, 0.0), is_chat=True)
+    parts = [
+        ReasoningDelta("hm"),
+        ToolCallStart(0, "c0", "f"),
+        ToolArgumentsDelta(0, '{"a"'),
+        ToolArgumentsDelta(0, ": 1}"),
+        ToolCallStart(1, "c1", "g"),
+        ToolArgumentsDelta(1, "{}"),
+        ContentDelta("ok"),
+    ]
+    sent = [line["message"] for part in parts for line in made.take(part)]
+    assert sent[0] == {"role": "assistant", "content": "", "thinking": "hm"}
+    calls = [call for message in sent for call in message.get("tool_calls", [])]
+    assert calls == [
+        {"id": "c0", "function": {"name": "f", "arguments": {"a": 1}}},
+        {"id": "c1", "function": {"name": "g", "arguments": {}}},
+    ]
+    assert sent[-1]["content"] == "ok"
+
+
+def test_embeddings(server, served):
+    vectors = [each["embedding"] for each in served.post("/v1/embeddings", input=["x", "y"])["data"]]
+    body = server.post("/api/embed", model="a", input=["x", "y"])
+    assert (body["embeddings"], body["prompt_eval_count"]) == (vectors, 2)
+    assert server.post("/api/embeddings", model="a", prompt="y")["embedding"] == vectors[1]
+    long = "x " * 5000
+    assert len(server.post("/api/embed", model="a", input=long)["embeddings"]) == 1
+    assert server.request("POST", "/api/embed", {"model": "a", "input": long, "truncate": False})[0] == 400
+
+
+def test_models_are_listed_and_shown(server):
+    (tag,) = json.loads(server.request("GET", "/api/tags")[2])["models"]
+    assert (tag["name"], tag["details"]["format"], len(tag["digest"])) == ("a", "safetensors", 64)
+    assert tag["size"] == sum(each.stat().st_size for each in DEMO.glob("*.safetensors"))
+    assert json.loads(server.request("GET", "/api/ps")[2])["models"] == []
+    before = server.post("/api/show", model="a")
+    assert "message" in before["template"]
+    server.post("/api/generate", model="a", keep_alive=-1)
+    (running,) = json.loads(server.request("GET", "/api/ps")[2])["models"]
+    assert (running["name"], running["context_length"]) == ("a", 2048)
+    assert running["expires_at"] > "2100"
+    after = server.post("/api/show", name="a")
+    assert after["template"] == before["template"]
+    assert after["model_info"]["llama.context_length"] == 2048
+    assert after["system"] == "Code."
+    (card,) = json.loads(server.request("GET", "/api/v0/models")[2])["data"]
+    assert (card["state"], card["loaded_context_length"]) == ("loaded", 2048)
+    assert json.loads(server.request("GET", "/api/v0/models/a")[2]) == card
+    assert "version" in json.loads(server.request("GET", "/api/version")[2])
+
+
+def test_a_server_of_one_model_answers_too(engine):
+    with serving(engine, served_model_name="one") as served:
+        assert json.loads(served.request("GET", "/api/tags")[2])["models"][0]["name"] == "one"
+        assert json.loads(served.request("GET", "/api/ps")[2])["models"][0]["name"] == "one"
+        assert served.post("/api/show", model="one:latest")["capabilities"][0] == "completion"
+        body = served.post("/api/chat", model="one:latest", messages=HELLO, options=OPTIONS, stream=False)
+        assert body["message"]["content"]
+        assert json.loads(served.request("GET", "/api/v0/models")[2])["data"][0]["id"] == "one"
+        for method, path, sent in (
+            ("POST", "/api/pull", {"model": "a/b"}),
+            ("DELETE", "/api/delete", {"model": "one"}),
+            ("POST", "/api/copy", {"source": "one", "destination": "two"}),
+        ):
+            assert served.request(method, path, sent)[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("options", "params"),
+    [
+        ({"num_predict": -1}, {}),
+        ({"num_predict": 9}, {"max_tokens": 9}),
+        ({"top_k": 0, "top_p": 1.0, "typical_p": 1.0}, {"top_k": -1, "top_p": 1.0, "typical_p": 1.0}),
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {}),
+        ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
+        ({"seed": -1, "mirostat": 0, "tfs_z": 1.0}, {}),
+        ({"stop": ["a"], "presence_penalty": 1, "num_gpu": 99}, {"stop": ["a"], "presence_penalty": 1}),
+    ],
+    ids=str,
+)
+def test_options_by_ollamas_names(options, params):
+    call = parse_call("/api/chat", {"model": "m", "messages": HELLO, "options": options})
+    assert call.sampling == params
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
+        ({"options": {"num_predict": 0}}, "options.num_predict 0 generates nothing"),
+        (
+            {"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}},
+            "options.repeat_last_n 64 is not supported",
+        ),
+        (
+            {"options": {"num_ctx": 4096}},
+            "options.num_ctx 4,096 is more than the 2,048 tokens of the loaded model",
+        ),
+        (
+            {"options": {"num_pred": 1}},
+            "options got an unknown argument 'num_pred'; did you mean 'num_predict'?",
+        ),
+        ({"options": {"temperature": -1}}, "options.temperature must be"),
+        ({"keep_alive": "soon"}, "keep_alive must be a number of seconds or a duration"),
+        ({"keep_alive": True}, "keep_alive must be a number of seconds or a duration"),
+        ({"format": "yaml"}, 'format must be "json", a JSON schema'),
+        ({"think": "very"}, "think must be one of"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["eA=="]}]}, "images is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"prompt": "x"}, "unknown argument 'prompt'"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_names_the_field(body, message):
+    with pytest.raises(PagedError) as error:
+        parse_call("/api/chat", {"model": "m", "messages": HELLO, **body}, Limits(max_model_len=2048))
+    assert message in str(error.value)
+
+
+def test_num_ctx_bounds_the_request(server):
+    body = {"model": "a", "messages": HELLO, "stream": False}
+    prompt = server.post("/api/chat", **body, options={"num_predict": 1})["prompt_eval_count"]
+    whole = server.post("/api/chat", **body, options={"num_ctx": prompt + 3, "temperature": 0, "stop": "@@"})
+    assert whole["eval_count"] <= 3
+    status, _, data = server.request("POST", "/api/chat", {**body, "options": {"num_ctx": prompt}})
+    assert status == 400
+    assert f"the prompt has {prompt} tokens, and options.num_ctx is {prompt}" in json.loads(data)["error"]
+
+
+def test_curls_type_is_taken_and_a_browsers_is_not(server):
+    body = json.dumps({"model": "a", "prompt": "x", "options": {"num_predict": 1}, "stream": False}).encode()
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.request("POST", "/api/generate", body, form)[0] == 200
+    status, _, data = server.request("POST", "/api/generate", body, {**form, "origin": "http://evil.example"})
+    assert status == 415, data
+    assert server.request("GET", "/api/tags", headers={"host": "evil.example"})[0] == 403
+
+
+def test_keys_and_changes(engine, file, hub):  # noqa: ARG001
+    with lobby_here(engine, file, api_key=["secret"]) as (served, _):
+        assert json.loads(served.request("GET", "/api/tags")[2])["error"].startswith(
+            "this server needs a key"
+        )
+        headers = {"authorization": "Bearer secret"}
+        assert served.request("GET", "/api/tags", headers=headers)[0] == 200
+        for path, body in (("pull", {"model": "owner/tiny"}), ("copy", {"source": "a", "destination": "b"})):
+            assert served.request("POST", f"/api/{path}", body, headers)[0] == 403
+    with lobby_here(engine, file, allow_model_changes=True) as (served, _):
+        for body, message in (
+            ({"model": "llama3.2"}, "is a name of Ollama's registry"),
+            ({"model": "owner/none"}, "the hub has no model"),
+            ({"model": "../x"}, "is no repository of the hub"),
+        ):
+            status, _, data = served.request("POST", "/api/pull", body)
+            assert status != 200
+            assert message in json.loads(data)["error"]
+        for destination in ("../b", "a", "demo"):
+            status, _, data = served.request("POST", "/api/copy", {"source": "a", "destination": destination})
+            assert (status, b"error" in data) == (400, True)
+        told = lines(served, "/api/pull", model="hf.co/owner/tiny:latest")
+        assert [told[0]["status"], told[-1]["status"]] == ["pulling manifest", "success"]
+        assert served.post("/api/generate", model="tiny", prompt="x", stream=False, options=OPTIONS)[
+            "response"
+        ]
+        assert served.request("DELETE", "/api/delete", {"model": "tiny"})[0] == 200
+        assert served.request("POST", "/api/show", {"model": "tiny"})[0] == 404
+
+
+def test_ollamas_port_says_what_ollamas_does():
+    from starlette.testclient import TestClient
+
+    async def app(scope, receive, send):  # noqa: ARG001
+        raise RequestError("passed on")
+
+    client = TestClient(new_ollama_app(app, ServeOptions(port=0)), base_url="http://localhost")
+    assert client.get("/").text == "Ollama is running"
+    assert client.head("/").status_code == 200
+    for path, headers in (("/api/tags", {}), ("/", {"host": "evil.example"})):
+        with pytest.raises(RequestError, match="passed on"):
+            client.get(path, headers=headers)

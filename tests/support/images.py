@@ -1,0 +1,368 @@
+"""Small random models that see images, pictures for them, and what transformers makes of both."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import io
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from torch import Tensor
+from transformers import (
+    Gemma3Config,
+    Mistral3Config,
+    PixtralVisionConfig,
+    PreTrainedConfig,
+    Qwen3VLConfig,
+    SiglipVisionConfig,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, random_model
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models that see images.
+
+    processor: the values of its preprocessor_config.json, and the class of transformers that reads them.
+    placeholder: the token that stands for an image in a prompt.
+    marker: the token that stands for an embedding.
+    inputs: the arguments of transformers' forward for processed images and the tokens of a prompt.
+    special: the texts of the tokens of images, by their ids.
+    written: how the chat template writes an image.
+    replacement: what the processor writes for one of the processed images.
+    overridden: what the processor of texts tells that of images.
+    """
+
+    config: Callable[[], PreTrainedConfig]
+    processor: dict[str, Any]
+    processor_class: type
+    placeholder: int
+    marker: int
+    inputs: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+    special: dict[int, str]
+    written: str
+    replacement: Callable[[dict[str, Tensor], int], str]
+    overridden: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens of `written`, of a prompt that is given as tokens."""
+        texts = {text: token for token, text in self.special.items()}
+        found = re.findall("|".join(map(re.escape, texts)), self.written)
+        return [texts[text] for text in found] or [self.placeholder]
+
+    @property
+    def placeholder_text(self) -> str:
+        """The text of the placeholder."""
+        return self.special[self.placeholder]
+
+
+def _gemma3() -> PreTrainedConfig:
+    vision = SiglipVisionConfig(
+        hidden_size=48,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=24,
+        patch_size=4,
+    )
+    return Gemma3Config(
+        text_config=CONFIGS["gemma3"](),
+        vision_config=vision,
+        mm_tokens_per_image=9,
+        image_token_index=IMAGE,
+        boi_token_index=IMAGE - 1,
+        eoi_token_index=IMAGE - 2,
+    )
+
+
+def _of_gemma3(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    return {"pixel_values": processed["pixel_values"], "token_type_ids": (token_ids == IMAGE).long()}
+
+
+def _written_gemma3(processed: dict[str, Tensor], i: int) -> str:
+    tokenizer = SimpleNamespace(
+        boi_token="<start_of_image>",
+        boi_token_id=IMAGE - 1,
+        eoi_token="<end_of_image>",
+        image_token="<image_soft_token>",
+        image_token_id=IMAGE,
+    )
+    processor = Gemma3Processor.__new__(Gemma3Processor)
+    with contextlib.suppress(Exception):  # of what checks the classes of its parts
+        processor.__init__(None, tokenizer, image_seq_length=9)
+    return processor.replace_image_token(processed, i)
+
+
+def _mistral3(text: str) -> PreTrainedConfig:
+    vision = PixtralVisionConfig(
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=48,
+        patch_size=4,
+        hidden_act="silu" if text == "mistral" else "gelu",
+    )
+    return Mistral3Config(
+        text_config=CONFIGS[text](),
+        vision_config=vision,
+        spatial_merge_size=2,
+        image_token_index=IMAGE - 3,
+        tie_word_embeddings=False,
+    )
+
+
+def _of_mistral3(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:  # noqa: ARG001
+    return {name: processed[name] for name in ("pixel_values", "image_sizes")}
+
+
+def _written_mistral3(processed: dict[str, Tensor], i: int) -> str:
+    """Write what transformers' PixtralProcessor does, whose module needs torchvision."""
+    height, width = processed["image_sizes"][i]
+    rows = [["[IMG]"] * (width // 8) + ["[IMG_BREAK]"]] * (height // 8)
+    tokens = [token for row in rows for token in row]
+    tokens[-1] = "[IMG_END]"
+    return "".join(tokens)
+
+
+def _pixtral(text: str) -> Family:
+    return Family(
+        lambda: _mistral3(text),
+        {"size": {"longest_edge": 48}, "patch_size": 4},
+        PixtralImageProcessorPil,
+        IMAGE - 3,
+        IMAGE - 3,
+        _of_mistral3,
+        {IMAGE - 3: "[IMG]", IMAGE - 1: "[IMG_BREAK]", IMAGE: "[IMG_END]"},
+        "[IMG]",
+        _written_mistral3,
+        {"patch_size": {"height": 8, "width": 8}},
+    )
+
+
+def _qwen3_vl() -> PreTrainedConfig:
+    text = CONFIGS["qwen3"]().to_dict()
+    dropped = ("model_type", "rope_parameters", "layer_types")
+    text = {key: value for key, value in text.items() if key not in dropped} | {"num_hidden_layers": 4}
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 25,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        **{name: IMAGE - i for i, name in enumerate(tokens)},
+    )
+
+
+def _of_qwen3_vl(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    known = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
+    return {**known, "mm_token_type_ids": (token_ids == IMAGE).int()}
+
+
+def _written_qwen3_vl(processed: dict[str, Tensor], i: int) -> str:
+    """Write what transformers' Qwen3VLProcessor does, whose module needs torchvision."""
+    return "<|image_pad|>" * (int(processed["image_grid_thw"][i].prod()) // 4)
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        _gemma3,
+        {"size": {"height": 24, "width": 24}, "image_seq_length": 9, "do_pan_and_scan": None},
+        Gemma3ImageProcessorPil,
+        IMAGE - 1,
+        IMAGE,
+        _of_gemma3,
+        {IMAGE: "<image_soft_token>", IMAGE - 1: "<start_of_image>", IMAGE - 2: "<end_of_image>"},
+        "<start_of_image>",
+        _written_gemma3,
+    ),
+    "mistral3": _pixtral("mistral"),
+    "ministral3": _pixtral("ministral3"),
+    "qwen3_vl": Family(
+        _qwen3_vl,
+        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
+        Qwen2VLImageProcessorPil,
+        IMAGE,
+        IMAGE,
+        _of_qwen3_vl,
+        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        _written_qwen3_vl,
+    ),
+}
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="paged-seeing-")
+
+
+@functools.cache
+def seeing(name: str) -> Path:
+    """Return the directory of a model that sees images, written once per session."""
+    family = FAMILIES[name]
+    directory = Path(_root().name) / name
+    model = random_model(family.config())
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if part.endswith("mm_input_projection_weight"):  # stored as [in, out]
+                parameter.mul_(math.sqrt(parameter.shape[1] / parameter.shape[0]))
+            elif "patch" in part and parameter.dim() == 4:
+                parameter.div_(math.sqrt(parameter[0, 0].numel()))
+    model.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    _write_tokenizer(directory, family)
+    return directory
+
+
+# As those of the families: images are parts of a content, which may also be text.
+TEMPLATE = """\
+{%- for message in messages -%}
+[{{ message['role'] }}]
+{%- if message['content'] is string -%}{{ message['content'] | trim }}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' -%}{{ 'IMAGE' }}
+{%- elif part['type'] == 'text' -%}{{ part['text'] | trim }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}[assistant]{%- endif -%}
+"""
+STRINGS_ALONE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}"
+
+
+def _write_tokenizer(directory: Path, family: Family) -> None:
+    """Write a tokenizer of single characters, with the family's special tokens, and a chat template."""
+    texts = [*map(chr, range(32, 127)), "\n", "\n\n"]
+    vocab = {text: i for i, text in enumerate(texts)}
+    vocab |= {f"<unused{i}>": i for i in range(len(texts), VOCAB_SIZE) if i not in family.special}
+    vocab |= {text: i for i, text in family.special.items()}
+    backend = Tokenizer(BPE(vocab, [("\n", "\n")]))
+    backend.decoder = Fuse()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in family.special.values()])
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.written))
+
+
+def png(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return a picture as a file."""
+    memory = io.BytesIO()
+    image.save(memory, kind, **options)
+    return memory.getvalue()
+
+
+def data_url(image: Image.Image) -> str:
+    """Return a picture as a data: URL."""
+    return f"data:image/png;base64,{base64.b64encode(png(image)).decode()}"
+
+
+def picture(seed: int, width: int = 30, height: int = 20, mode: str = "RGB") -> Image.Image:
+    """Return a random picture, of coarse squares and noise."""
+    rng = np.random.default_rng(seed)
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    coarse = rng.integers(0, 256, (5, 5, channels), dtype=np.uint8)
+    rows, columns = (np.arange(n) * 5 // n for n in (height, width))
+    noise = rng.integers(0, 30, (height, width, channels), dtype=np.uint8)
+    pixels = np.minimum(coarse[rows][:, columns], 220) + noise
+    return Image.fromarray(pixels.squeeze(-1) if channels == 1 else pixels, mode)
+
+
+class SeeingReference:
+    """transformers itself, eager and in float32, one prompt at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.family = FAMILIES[name]
+        self.processor = self.family.processor_class(**{**self.family.processor, **self.family.overridden})
+        model_class = transformers.AutoModelForImageTextToText
+        self.model = model_class.from_pretrained(
+            seeing(name), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.model.generation_config.eos_token_id = None
+
+    def processed(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Return what the processor makes of images."""
+        return dict(self.processor([*images], return_tensors="pt"))
+
+    def patches(self, image: Image.Image) -> Any:
+        """Return the patches of an image as a convolution takes them: f32[num_patches, numbers]."""
+        pixels = self.processed([image])["pixel_values"]
+        if "image_grid_thw" in self.processed([image]):  # patches already, square by square, of two frames
+            _, rows, columns = self.processed([image])["image_grid_thw"][0].tolist()
+            frames = pixels.view(rows * columns, 3, 2, -1)
+            assert torch.equal(frames[:, :, 0], frames[:, :, 1])
+            squares = frames[:, :, 0].reshape(rows // 2, columns // 2, 2, 2, -1)
+            return squares.transpose(1, 2).reshape(rows * columns, -1).numpy()
+        pixels = pixels[0].numpy()
+        size = self.model.config.vision_config.patch_size
+        channels, height, width = pixels.shape
+        grid = pixels.reshape(channels, height // size, size, width // size, size)
+        return grid.transpose(1, 3, 0, 2, 4).reshape(height // size * (width // size), -1)
+
+    def written(self, text: str, images: Sequence[Image.Image]) -> str:
+        """Return a text with what transformers' processor puts in the place of each image."""
+        processed = self.processed(images)
+        for i in range(len(images)):
+            text = text.replace(self.family.placeholder_text, f"\0{i}\0", 1)
+        for i in range(len(images)):
+            text = text.replace(f"\0{i}\0", self.family.replacement(processed, i))
+        return text
+
+    def greedy(
+        self, token_ids: Sequence[int], images: Sequence[Image.Image], max_tokens: int
+    ) -> tuple[list[int], Tensor]:
+        """Return the generated tokens and the logits of each."""
+        given = torch.tensor([[*token_ids]])
+        inputs = self.family.inputs(self.processed(images), given) if images else {}
+        result = self.model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **inputs,
+        )
+        return result.sequences[0, len(token_ids) :].tolist(), torch.cat(result.logits)
+
+
+@functools.cache
+def seeing_reference(name: str) -> SeeingReference:
+    """Return transformers on one of FAMILIES."""
+    return SeeingReference(name)
