@@ -123,7 +123,7 @@ class DraftModel:
     """A `Drafter` that runs a smaller model with the same vocabulary on the requests' tokens.
 
     It draws tokens as the engine does, with the same seed, position, temperature and filters. A draft model
-    with the same logits would thus guess every token.
+    with the same logits would therefore guess every token.
 
     The draft model's K and V of a token are computed when they are first needed, in chunks of at most a
     step's token budget. Until all are computed, the request gets no guesses. They lie in the blocks of the
