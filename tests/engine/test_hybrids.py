@@ -199,6 +199,7 @@ def test_seats_have_room_for_their_states(caplog):
     room = 600 * sizes.state_bytes
     with (
         mock.patch("paged.runner.fit.free_on_cpu", return_value=room / 0.4),
+        mock.patch("paged.runner.memory.free_on_cpu", return_value=room / 0.4),
         mock.patch("paged.runner.part_runner._require_room"),
     ):
         engine = new_engine(directory, num_blocks=None)
