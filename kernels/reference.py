@@ -358,7 +358,8 @@ def gated_norm(
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
 
-    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
+    gate_first: whether x is multiplied by silu(gate) before the norm instead. weight: None: no norm, only the
+        product x * silu(gate).
     """
     x32 = upcast(x)
     silu = torch.nn.functional.silu(upcast(gate)).view(x.shape)
@@ -532,9 +533,9 @@ def mamba2_scan(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply the state space of Mamba-2 (Dao & Gu 2024) to the tokens of each sequence, one after the other.
 
-    For every token a head's time step is t = softplus(time_step + bias), at least limits[0] and at most
-    limits[1]. The state S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads
-    share a group, which has one B and one C. A sequence begins with a state of 0, whatever its slot holds.
+    For every token, the time step of a head is t = softplus(time_step + bias), clamped to `limits`. The state
+    S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads form a group with
+    one B and one C. The state of a new sequence is 0, whatever its slot holds.
     """
     num_heads, state_dim, head_dim = states.shape[1:]
     size = num_heads * head_dim

@@ -169,7 +169,7 @@ class Footprint:
 
     @cached_property
     def graph_bytes(self) -> int:
-        """The bytes of CUDA graphs, with what is kept for those that steps capture later."""
+        """The bytes of CUDA graphs, including the memory reserved for graphs that are captured later."""
         if not self.on_gpu:
             return 0
         from .graph_memory import planned_bytes, planned_sizes

@@ -134,7 +134,7 @@ class ModelRunner(PartRunner):
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
-        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        """The number of CUDA graphs, and the bytes and seconds of the graphs captured at the start."""
         of_draft = None if self.draft_model is None else self.draft_model.decode_graphs
         num_graphs = num_bytes = 0
         seconds = 0.0
@@ -277,7 +277,7 @@ class ModelRunner(PartRunner):
         return new_decode_graphs(*sizes, self.model_config.vocab_size)
 
     def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
-        """Return the graphs of the model and of the draft model, each with what it reads of a cache."""
+        """Return the graphs of the model and of the draft model, each with the cache that they read."""
         found = [] if self.decode_graphs is None else [(self.decode_graphs, kv_cache)]
         draft = self.draft_model
         if draft is not None and draft.decode_graphs is not None and kv_cache.draft is not None:

@@ -162,9 +162,9 @@ class Sizes:
 
     @property
     def max_run(self) -> int:
-        """The most tokens of a request in a step of decodes: more than one with drafts.
+        """Maximum number of tokens of a request in a step of decodes: more than one with drafts.
 
-        A draft model computes two once the prompt is known: the last guess, if all guesses were right, and
+        For a draft model it is two: after a step whose guesses were all right, it computes the last guess and
         the token behind it.
         """
         speculation = self.config.speculation

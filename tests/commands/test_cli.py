@@ -105,7 +105,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert "maximum number of tokens to generate. [default: from generation_config.json, else 256]" in words
     assert "branch, tag or commit of the model on the hub. [default: the hub's default branch]" in words
     assert "treat EOS as any other token. [default: off]" in words
-    assert "[default: 256, or fewer where the states" in words
+    assert "[default: 256, or fewer if the recurrent states" in words
     assert "[default: demo]" in words
     assert "added to the logits of token ids. As ID=BIAS. May be given several times." in words
     assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words

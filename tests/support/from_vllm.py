@@ -57,9 +57,6 @@ class Row(NamedTuple):
     note: str = ""
 
 
-WITHOUT_VALUE = "A name without a value in the table is accepted as None or empty. Others are refused."
-
-
 def default_of(owner: type[Any], name: str) -> Any:
     """Return the default of a dataclass's field, None if there is none."""
     (default,) = (field.default for field in dataclasses.fields(owner) if field.name == name)
@@ -140,7 +137,8 @@ def tables() -> str:
                 reasons.setdefault(row.note, []).append(name)
         neutral = any(row.treatment == "neutral" for row in rows)
         if neutral:
-            lines += [WITHOUT_VALUE, ""]
+            first = "A name without a value in the table is accepted as None or empty."
+            lines += [f"{first} Any other value is refused.", ""]
         lines += [
             "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
             "|---|---|",

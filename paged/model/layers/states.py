@@ -266,7 +266,7 @@ class ConvWeight(Loadable):
 
 
 class Weights(Loadable):
-    """The weights of a norm, a number for each stored row."""
+    """The weights of a norm, one number for each stored row."""
 
     def __init__(self, stored: StoredRows) -> None:
         super().__init__(stored)
@@ -276,7 +276,7 @@ class Weights(Loadable):
 class Decay(Loadable):
     """The decay of each head's state: a factor e^(rate softplus(a + dt_bias)) with rate -e^A_log.
 
-    For Mamba-2 the module also has D, by which inputs are multiplied before they are added to outputs.
+    For Mamba-2 the module also has D: the inputs times D are added to the outputs.
     """
 
     rates: Tensor

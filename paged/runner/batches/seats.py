@@ -312,10 +312,10 @@ class SeatedBatches:
         )
 
     def padded_shape(self, num_rows: int, max_seqlen_q: int) -> tuple[int, int] | None:
-        """Return to how many rows and tokens a step is padded that samples after each of its tokens; None if
-        it is not padded.
+        """Return the padded numbers of rows and tokens of a step that samples after each of its tokens; None
+        if it is not padded.
 
-        The tokens are as many as if all rows had the longest run.
+        The number of tokens is padded as if all rows had the longest run.
         """
         sizes = self.padded_sizes
         if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
@@ -326,7 +326,7 @@ class SeatedBatches:
         return padded_rows, padded_rows * max_seqlen_q
 
     def clear(self, num_rows: int, num_tokens: int) -> None:
-        """Fill the fixed tensors for so many rows and tokens with padding only, which computes nothing."""
+        """Fill the fixed tensors for this many rows and tokens with padding, which computes nothing."""
         by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_tokens)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()
