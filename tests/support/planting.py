@@ -191,7 +191,7 @@ def read(text: str) -> Iterator[Bug]:
     for line in re.sub(r"\n +", " ", text).splitlines():
         if line.startswith("["):
             file = line.strip("[]")
-        elif found := re.fullmatch(r"(\w+)\[\*\] := (.+)", line):
+        elif found := re.fullmatch(r"(\w+)(?:\[\*\])? := (.+)", line):
             short[found[1]] = found[2]
         elif line and not line.startswith("#"):
             found = re.fullmatch(r"(?:([\w -]+): )?(.+?) \| (.+) => (.+?)(?: @ ([\w.]+))?(?: \| (.+))?", line)
