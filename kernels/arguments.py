@@ -334,6 +334,30 @@ class Rules(KernelCall):
             check_eps(self["eps"])
         self.tensor("gate", (len(x), x.shape[1] * x.shape[2]), x.dtype)
 
+    def add_lora(self) -> None:
+        x = self.rows("x")
+        num_tokens, in_features = x.shape
+        out = self.tensor("out", (num_tokens, None), x.dtype, written=True)
+        size = out.shape[1]
+        a = self.tensor("a", (None, None, None, in_features), x.dtype, contiguous=True)
+        num_slots, num_parts, max_rank, _ = a.shape
+        sizes = {"num_slots": num_slots, "num_parts": num_parts, "max_rank": max_rank, "size": size}
+        for name, value in {**sizes, "in_features": in_features}.items():
+            check_positive(name, value)
+        self.tensor("b", (num_slots, max_rank, size), x.dtype, contiguous=True)
+        ranks = self.tensor("ranks", (num_slots, num_parts), torch.int32, contiguous=True)
+        columns = self.tensor("columns", (None, 3), torch.int32, contiguous=True)
+        slots = self.tensor("slots", (num_tokens,), torch.int32, contiguous=True)
+        if self.reads_contents:
+            check_range("ranks", ranks, 0, max_rank)
+            check_range("slots", slots, -1, num_slots - 1)
+            for first, end, part in columns.tolist():
+                if not (0 <= first < end <= size and 0 <= part < num_parts):
+                    raise ValueError(
+                        f"columns must be ranges of {size} columns and one of {num_parts} parts, got "
+                        f"{[first, end, part]}"
+                    )
+
     def short_conv(self) -> None:
         x = self.rows("x")
         check_flag("gated", self["gated"])
@@ -347,6 +371,7 @@ class Rules(KernelCall):
             self.tensor("bias", (size,), torch.float32, contiguous=True)
         states = self.tensor("states", (None, len(weight) - 1, size), x.dtype, written=True)
         self._sequences(len(x), len(states))
+        self._runs(size, x.dtype)
 
     def gated_delta(self) -> None:
         qkv = self.rows("qkv")
@@ -365,6 +390,7 @@ class Rules(KernelCall):
         for name in ("rates", "time_bias"):
             self.tensor(name, (num_heads,), torch.float32, contiguous=True)
         self._sequences(len(qkv), num_slots)
+        self._runs(qkv.shape[1] + 2 * num_heads, qkv.dtype)
 
     def mamba2_scan(self) -> None:
         x = self.rows("x")
@@ -401,6 +427,30 @@ class Rules(KernelCall):
             raise ValueError(
                 f"seq_lens must be at least the number of new tokens, got {seq_lens.tolist()[:64]}"
             )
+
+    def _runs(self, num_columns: int, dtype: torch.dtype) -> None:
+        """Check the inputs of runs of drafts, and which of them each sequence applies and keeps."""
+        if not (self.has("runs") or self.has("run_inputs")):
+            return
+        if not (self.has("runs") and self.has("run_inputs")):
+            raise ValueError("runs and run_inputs must be given together")
+        inputs = self.tensor("run_inputs", (None, None, num_columns), dtype, written=True)
+        runs = self.tensor("runs", (len(self["slots"]), 2), torch.int32, contiguous=True)
+        num_places = inputs.shape[1]
+        check_positive("the number of places of run_inputs", num_places)
+        if not self.reads_contents:
+            return
+        check_indices("slots", self["slots"], "those of run_inputs", len(inputs))
+        counts = self["cu_seqlens_q"].diff().tolist()
+        rows = zip(runs.tolist(), counts, self["seq_lens"].tolist(), strict=True)
+        for row, ((num_unapplied, is_run), count, seq_len) in enumerate(rows):
+            most = min(seq_len - count, num_places - count * is_run)
+            if is_run not in (0, 1) or not 0 <= num_unapplied <= most:
+                raise ValueError(
+                    f"runs must have how many tokens are applied first, at most those computed before, and 1 "
+                    f"for a run or 0; both have to fit in {num_places} places; got {[num_unapplied, is_run]} "
+                    f"at sequence {row}, which computes {count} tokens of {seq_len}"
+                )
 
     def copy_blocks(self) -> None:
         is_between_two = self.has("target")

@@ -204,7 +204,9 @@ def check_between(name: str, value: int, low: int, high: int) -> None:
 
 
 def check_limits(name: str, limits: tuple[float, float]) -> None:
-    """Raise ValueError unless `limits` are two numbers from 0 on, the second no less; it may be infinite."""
+    """Raise ValueError unless `limits` is a pair with 0 <= limits[0] <= limits[1]; the second may be
+    infinite.
+    """
     is_pair = isinstance(limits, tuple) and len(limits) == 2 and {*map(type, limits)} <= {int, float}
     if not is_pair or not 0 <= limits[0] <= limits[1]:
         raise ValueError(f"{name} must be two ascending numbers from 0 on, got {limits!r}")

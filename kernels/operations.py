@@ -187,6 +187,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
         *,
         gated: bool,
     ) -> Tensor:
@@ -202,6 +204,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
     ) -> Tensor: ...
 
     def mamba2_scan(
@@ -218,6 +222,18 @@ class Kernels(Protocol):
         *,
         limits: tuple[float, float],
     ) -> Tensor: ...
+
+    def add_lora(
+        self,
+        x: Tensor,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        ranks: Tensor,
+        columns: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """Add what adapters make of x. The launch depends on shapes alone, not on ranks or slots."""
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor, target: Tensor | None = None) -> None: ...
 

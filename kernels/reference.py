@@ -4,6 +4,8 @@ Operations stand in the order of `operations.Kernels`, each followed by the func
 They loop over sequences, compute in float32 (float64 for float64 inputs) and cast to the dtype of the input.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -356,7 +358,8 @@ def gated_norm(
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
 
-    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
+    gate_first: whether x is multiplied by silu(gate) before the norm instead. weight: None: no norm, only the
+        product x * silu(gate).
     """
     x32 = upcast(x)
     silu = torch.nn.functional.silu(upcast(gate)).view(x.shape)
@@ -378,6 +381,8 @@ def short_conv(
     slots: Tensor,  # i32[num_seqs], each another
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    run_inputs: Tensor | None = None,  # [num_slots, num_places, size], like x, written in place
+    runs: Tensor | None = None,  # i32[num_seqs, 2]: see below
     *,
     gated: bool,
 ) -> Tensor:  # [num_tokens, size]
@@ -386,6 +391,11 @@ def short_conv(
     If `gated`, the inputs are B x, rounded to x's dtype, and the result is multiplied by C, as in LFM2.
     Otherwise the inputs are x, and silu is applied to the result. The inputs before a sequence's first token
     are 0, whatever its slot holds.
+
+    runs: for each sequence, how many tokens of its last run are applied to its state first, and whether its
+        new tokens are a run of drafts (1, otherwise 0), which its state must not see: their inputs are stored
+        in run_inputs instead, those of the token at position p in place p % num_places. Hence num_places must
+        be at least the number of tokens that are applied first and of a run together.
     """
     width, size = weight.shape
     gate, out_gate, inputs = x.split(size, dim=1) if gated else (None, None, x)
@@ -398,6 +408,8 @@ def short_conv(
         if start == end:
             continue
         before = states[slot] if seq_len > end - start else torch.zeros_like(states[slot])
+        own = _run_of(i, slot, start, end, seq_len, run_inputs, runs)
+        before = torch.cat([before, own.unapplied.to(x.dtype)])[1 - width :] if own else before
         seen = torch.cat([before, inputs[start:end]])
         total = torch.einsum("tcw,wc->tc", upcast(seen).unfold(0, width, 1), weight.to(upcast(x).dtype))
         total = total if bias is None else total + bias
@@ -406,8 +418,44 @@ def short_conv(
         else:
             total = torch.nn.functional.silu(total)
         out[start:end] = total.to(x.dtype)
-        states[slot] = seen[end - start :]
+        states[slot] = before if own and own.is_run else seen[end - start :]
+        if own and own.is_run:
+            own.places[own.new] = inputs[start:end]
     return out
+
+
+class _Run(NamedTuple):
+    """What a sequence has of `run_inputs`.
+
+    places: its part. unapplied: the inputs that its state has not seen. new: the places of its new tokens.
+    """
+
+    places: Tensor
+    unapplied: Tensor
+    new: list[int]
+    is_run: bool
+
+
+def _run_of(
+    sequence: int,
+    slot: int,
+    start: int,
+    end: int,
+    seq_len: int,
+    run_inputs: Tensor | None,
+    runs: Tensor | None,
+) -> _Run | None:
+    """Return what a sequence has of `run_inputs`; None: there are none."""
+    if run_inputs is None or runs is None:
+        return None
+    places = run_inputs[slot]
+    num_unapplied, is_run = runs[sequence].tolist()
+    position = seq_len - (end - start)
+    before, new = (
+        [at % len(places) for at in range(first, last)]
+        for first, last in ((position - num_unapplied, position), (position, seq_len))
+    )
+    return _Run(places, places[before], new, bool(is_run))
 
 
 def gated_delta(
@@ -419,6 +467,8 @@ def gated_delta(
     slots: Tensor,  # i32[num_seqs], each another
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    run_inputs: Tensor | None = None,  # like qkv and gates side by side: [num_slots, num_places, columns]
+    runs: Tensor | None = None,  # i32[num_seqs, 2], as `short_conv` has them
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Apply the gated delta rule (Yang et al. 2024) to the tokens of each sequence, one after the other.
 
@@ -431,34 +481,41 @@ def gated_delta(
     num_key_heads = (qkv.shape[1] - num_heads * value_dim) // (2 * key_dim)
     key_size = num_key_heads * key_dim
     shares = num_heads // num_key_heads
-    dtype = qkv.dtype
-    qkv, gates = upcast(qkv), upcast(gates)
-    query, key, value = qkv.split([key_size, key_size, num_heads * value_dim], dim=1)
-    query, key = (
-        (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(shares, dim=1)
-        for each in (query.unflatten(1, (num_key_heads, key_dim)), key.unflatten(1, (num_key_heads, key_dim)))
-    )
-    query = query / key_dim**0.5
-    value = value.unflatten(1, (num_heads, value_dim))
-    written, decay = gates.split(num_heads, dim=1)
-    written = written.sigmoid()
-    decay = (rates * torch.nn.functional.softplus(decay + time_bias)).exp()
-    out = torch.empty_like(value)
+    sizes = [key_size, key_size, num_heads * value_dim, num_heads, num_heads]
+    mixed = torch.cat([qkv, gates], dim=1)
+    out = qkv.new_empty(len(qkv), num_heads, value_dim)
     bounds = cu_seqlens_q.tolist()
     for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         start, end = bounds[i], bounds[i + 1]
         if start == end:
             continue
-        state = states[slot].to(qkv.dtype)
+        own = _run_of(i, slot, start, end, seq_len, run_inputs, runs)
+        rows = torch.cat([own.unapplied.to(qkv.dtype), mixed[start:end]]) if own else mixed[start:end]
+        query, key, value, b, a = upcast(rows).split(sizes, dim=1)
+        query, key = (
+            (each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)).repeat_interleave(shares, dim=1)
+            for each in (part.unflatten(1, (num_key_heads, key_dim)) for part in (query, key))
+        )
+        query = query / key_dim**0.5
+        value = value.unflatten(1, (num_heads, value_dim))
+        decay = (rates * torch.nn.functional.softplus(a + time_bias)).exp()
+        state = states[slot].to(query.dtype)
         if seq_len == end - start:
             state = torch.zeros_like(state)
-        for t in range(start, end):
+        first = len(rows) - (end - start)
+        before = state
+        for t in range(len(rows)):
+            if t == first:
+                before = state
             state = state * decay[t, :, None, None]
-            change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * written[t, :, None]
+            change = (value[t] - torch.einsum("hkv,hk->hv", state, key[t])) * b[t].sigmoid()[:, None]
             state = state + key[t, :, :, None] * change[:, None]
-            out[t] = torch.einsum("hkv,hk->hv", state, query[t])
-        states[slot] = state
-    return out.to(dtype)
+            if t >= first:
+                out[start + t - first] = torch.einsum("hkv,hk->hv", state, query[t]).to(out.dtype)
+        states[slot] = before if own and own.is_run else state
+        if own and own.is_run:
+            own.places[own.new] = mixed[start:end]
+    return out
 
 
 def mamba2_scan(
@@ -476,9 +533,9 @@ def mamba2_scan(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply the state space of Mamba-2 (Dao & Gu 2024) to the tokens of each sequence, one after the other.
 
-    For every token a head's time step is t = softplus(time_step + bias), at least limits[0] and at most
-    limits[1]. The state S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads
-    share a group, which has one B and one C. A sequence begins with a state of 0, whatever its slot holds.
+    For every token, the time step of a head is t = softplus(time_step + bias), clamped to `limits`. The state
+    S becomes e^(rate t) S + B (t x)ᵀ, and the output is Sᵀ C + skip x. Consecutive heads form a group with
+    one B and one C. The state of a new sequence is 0, whatever its slot holds.
     """
     num_heads, state_dim, head_dim = states.shape[1:]
     size = num_heads * head_dim
@@ -508,6 +565,31 @@ def mamba2_scan(
             out[t] = torch.einsum("hnp,hn->hp", state, queries[t]) + skip[:, None] * x[t]
         states[slot] = state
     return out.to(dtype)
+
+
+def add_lora(
+    x: Tensor,  # [num_tokens, in_features]
+    out: Tensor,  # [num_tokens, size], changed in place
+    a: Tensor,  # [num_slots, num_parts, max_rank, in_features], like x
+    b: Tensor,  # [num_slots, max_rank, size], like x: transposed, and scaled
+    ranks: Tensor,  # i32[num_slots, num_parts], at most max_rank; 0: the slot has no such part
+    columns: Tensor,  # i32[num_ranges, 3]: first column of out, end, and the part that makes them
+    slots: Tensor,  # i32[num_tokens]; -1: no adapter
+) -> None:
+    """Add x Aᵀ Bᵀ of each token's LoRA adapter to its row of `out` (Hu et al. 2021).
+
+    x Aᵀ is in float32; the sum is rounded once. Rows without an adapter stay as they are.
+    """
+    for slot in range(len(a)):
+        rows = (slots == slot).nonzero().flatten()
+        if not len(rows):
+            continue
+        for first, end, part in columns.tolist():
+            rank = int(ranks[slot, part])
+            if rank:
+                inner = upcast(x[rows]) @ upcast(a[slot, part, :rank]).T
+                added = inner @ upcast(b[slot, :rank, first:end])
+                out[rows, first:end] = (upcast(out[rows, first:end]) + added).to(out.dtype)
 
 
 def copy_blocks(

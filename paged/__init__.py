@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .engine.embedding import EmbeddingOutput, EmbeddingRequestOutput
     from .engine.engine import LLMEngine
     from .engine.scoring import ScoreOutput
+    from .options.lora_request import LoRARequest
     from .options.other_calls import BeamSearchParams, PoolingParams
 
     LLM = LLMEngine
@@ -81,6 +82,7 @@ __all__ = [
     "FileError",
     "FlexibleArgumentParser",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "MissingModelError",
     "PagedError",
@@ -118,6 +120,7 @@ _MODULES = {
     "EngineArgs": "commands.engine_args",
     "FlexibleArgumentParser": "commands.engine_args",
     "LLMEngine": "engine.engine",
+    "LoRARequest": "options.lora_request",
     "PoolingParams": "options.other_calls",
     "ScoreOutput": "engine.scoring",
 }

@@ -137,6 +137,12 @@ def _row_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:
         "gated_norm",
         [kernels.gated_norm(make(5, 3, 37), make(37, seed=2), 3 * make(5, 111, seed=21), 1e-5)],
     )
+    columns = torch.tensor([[0, 50, 1], [50, 145, 0]], dtype=torch.int32)
+    ranks = torch.tensor([[3, 0], [5, 2]], dtype=torch.int32)
+    slots = torch.tensor([1, -1, 0, 1, 1], dtype=torch.int32)
+    a, b = make(2, 2, 5, 70, seed=27), make(2, 5, 145, seed=28)
+    kernels.add_lora(make(5, 70, seed=29), numbers, a, b, ranks, columns, slots)
+    yield "add_lora", [numbers]
     sequences = [torch.tensor(x, dtype=torch.int32) for x in ([2, 0], [4, 9], [0, 4, 7])]
     for gated in (False, True):
         states = make(3, 3, 70, seed=22)

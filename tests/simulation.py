@@ -12,7 +12,8 @@ changes what is read, and everything that is read is compared with the content o
 each step every invariant is checked.
 
 In some worlds layers keep states, which a seat has: a hash of the tokens that it has seen. It is compared
-whenever a step begins with it, and so are the snapshots by which prompts begin behind cached blocks.
+whenever a step begins with it, and so are the snapshots by which prompts begin behind cached blocks. A run of
+drafts leaves a state as it was, and its tokens are kept by their places.
 
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
@@ -22,6 +23,7 @@ from what it reads when a step is launched, long before the scheduler knows them
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import hashlib
 import marshal
@@ -68,7 +70,10 @@ RANKS = 2**43
 PARTS = 2**44
 AHEAD = 2**45
 STATES = 2**46
+FORKS = 2**47
 UNWRITTEN = b"\xff"
+MOST_DRAFTS = 9
+MOST_PLACES = 2 * (1 + MOST_DRAFTS)  # of a seat's tokens of runs: as many as the engine has
 
 
 def weak_hash(parent: bytes, tokens: bytes) -> bytes:
@@ -117,6 +122,50 @@ def state_after(state: int, tokens: Sequence[int]) -> int:
     for token in tokens:
         state = slot_value(state, token)
     return state
+
+
+class States:
+    """The states of a made-up model, by slot: hashes of tokens. Seats come first, then slots of host memory.
+
+    num_places: how many tokens of runs of drafts a seat keeps.
+    """
+
+    def __init__(self, num_seats: int, num_host_slots: int, num_places: int) -> None:
+        self.slots = [-1] * (num_seats + num_host_slots)
+        self.runs = [[-1] * num_places for _ in range(num_seats)]
+
+    def move(self, plan: ComputedPart) -> None:
+        """Do what a step does before it computes: end runs of drafts, then move states."""
+        for seat, num_unapplied, end in plan.settled:
+            self.apply_run(seat, num_unapplied, end)
+        for source, target in plan.state_moves:
+            self.slots[target] = self.slots[source]
+
+    def apply_run(self, seat: int, num_unapplied: int, end: int) -> None:
+        """Show a state the last tokens before `end`, which were of a run."""
+        run = self.runs[seat]
+        tokens = [run[at % len(run)] for at in range(end - num_unapplied, end)]
+        assert -1 not in tokens, "a token is applied that no run has had"
+        self.slots[seat] = state_after(self.slots[seat], tokens)
+
+    def before(self, plan: ComputedPart, row: int, begun: int) -> int:
+        """Return the state with which a row of a step begins. begun: that of no token."""
+        seat = plan.seats[row]
+        if plan.unapplied and plan.unapplied[row]:
+            assert plan.unapplied[row] <= plan.starts[row], "more is applied than was computed"
+            self.apply_run(seat, plan.unapplied[row], plan.starts[row])
+        return self.slots[seat] if plan.starts[row] else begun
+
+    def advance(self, plan: ComputedPart, row: int, state: int, tokens: Sequence[int]) -> None:
+        """Show a row's state its tokens, or keep them if they are a run. state: as `before` returns it."""
+        seat = plan.seats[row]
+        self.slots[seat] = state
+        if plan.num_decodes <= row < plan.num_decodes + plan.num_drafting:
+            run = self.runs[seat]
+            for at, token in enumerate(tokens, plan.starts[row]):
+                run[at % len(run)] = token
+        else:
+            self.slots[seat] = state_after(state, tokens)
 
 
 class WatchedManager(BlockManager):
@@ -186,7 +235,7 @@ class Follower:
         self.host = [bytearray(block) for block in world.host]
         self.last_tokens = [0] * world.max_num_seqs
         self.tables = [[array("i") for _ in world.windows] for _ in range(world.max_num_seqs)]
-        self.states = world.states.copy()
+        self.states = copy.deepcopy(world.states)
         # Messages, and by row what the values of the slots of a request begin with.
         self.inbox: deque[tuple[bytes, dict[int, int]]] = deque()
         self.num_done = 0
@@ -199,8 +248,8 @@ class Follower:
         assert plan is not None, "a message without a step"
         self.num_done += 1
         move_blocks(plan, self.memory, self.host)
-        for source, target in plan.state_moves:
-            self.states[target] = self.states[source]
+        if self.states is not None:
+            self.states.move(plan)
         told = tell_seats(plan, self.last_tokens, self.tables)
         for row, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
             if row < plan.num_decodes:
@@ -209,8 +258,9 @@ class Follower:
             assert len(tokens) == count, "a follower has not got the tokens of the step"
             for table in self.tables[seat]:
                 self._write(table, start, tokens, seeds.get(row, 0))
-            if self.states:
-                self.states[seat] = state_after(self.states[seat] if start else seeds[row], tokens)
+            if self.states is not None:
+                state = self.states.before(plan, row, seeds.get(row, 0))
+                self.states.advance(plan, row, state, tokens)
 
     def _write(self, table: array[int], start: int, tokens: list[int], value: int) -> None:
         """Write the slots of tokens after the one before. value: what comes before the first one of all."""
@@ -300,8 +350,8 @@ class World:
         )
         # By slot: seats, then those of snapshots, then those of host memory.
         num_slots = 0 if self.snapshots is None else self.snapshots.num_slots
-        num_states = self.max_num_seqs + num_slots + (num_host_states or 0)
-        self.states = [-1] * num_states if has_states else []
+        num_more = num_slots + (num_host_states or 0)
+        self.states = States(self.max_num_seqs, num_more, MOST_PLACES) if has_states else None
         self.policy_name = rng.choice(POLICIES)
         self.has_order = self.policy_name in ("fcfs", "priority")  # where no request overtakes another
         self.scheduler = WatchedScheduler(
@@ -375,13 +425,15 @@ class World:
         self.run_share = self.running.choice((0.0, 0.0, 0.1, 0.4))  # of rows that get no token, or several
         self.drafting = random.Random(seed ^ DRAFTS)
         self.right_share = self.drafting.choice((0.0, 0.5, 0.9, 1.0))  # of guessed tokens
-        if self.drafting.random() < 0.5 and not has_states:
-            most = self.drafting.choice((1, 2, 4, 9))
+        if self.drafting.random() < 0.5:
+            most = self.drafting.choice((1, 2, 4, MOST_DRAFTS))
             max_rows = self.drafting.choice((3, budget))
             lengths = None
             if self.drafting.random() < 0.3:
                 lengths = DraftLengths(most, lambda rows: 1 + rows / 24, lambda: self.now)
             self.scheduler.drafts = Drafts(self, most, 4, max_rows, lengths)
+        self.parting_runs = random.Random(seed ^ FORKS)
+        self.fork_share = self.parting_runs.choice((0.0, 0.1, 0.3))  # of steps with a run behind them
 
     def propose(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Guess tokens, right, wrong or partly right: a world is its own drafter."""
@@ -410,6 +462,8 @@ class World:
                 self.disturb()
             if self.holding.random() < self.hold_share:
                 self.hold_or_release()
+            if self.states is not None and self.parting_runs.random() < self.fork_share:
+                self.fork_behind_a_run()
             if self.aheading.random() < self.failure_share:
                 self.fail()
             self.step()
@@ -528,7 +582,8 @@ class World:
         self.drawn.clear()
         for block in (*self.memory, *self.host):
             block[:] = UNWRITTEN * len(block)
-        self.states = [-1] * len(self.states)
+        if self.states is not None:
+            self.states.slots = [-1] * len(self.states.slots)
         self.pins.clear()  # with the prefix cache
         self.scheduler.check()
         assert not any(r.num_pending for r, _ in self.live.values()), "tokens are pending without a step"
@@ -557,6 +612,14 @@ class World:
         except QueueFullError:
             return
         self.live[name] = (child, Truth.begin(child))
+
+    def fork_behind_a_run(self) -> None:
+        """Fork a request whose last run its state has not seen."""
+        running = self.scheduler._running
+        assert running.states is not None, "a world with states has moves of them"
+        if running.states.unapplied:
+            self.fork(self.parting_runs.choice([*running.states.unapplied]))
+            self.scheduler.check()
 
     def pin(self) -> None:
         """Pin a prefix, if all live requests and one that is read ahead still fit beside it."""
@@ -634,7 +697,8 @@ class World:
             assert follower.num_done == self.writer.number, "a message has not come"
             assert follower.memory == self.memory, "a follower's block holds something else"
             assert follower.host == self.host, "a follower's block on the host holds something else"
-            assert follower.states == self.states, "a follower's state is another one"
+            if self.states is not None:
+                assert vars(follower.states) == vars(self.states), "a follower's state is another one"
 
     def have_blocks_of_their_own(self, schedule: Schedule) -> bool:
         """Return whether any drafts of a step got blocks that their requests would not need without them."""
@@ -693,8 +757,8 @@ class World:
         ends = {}
         self.written: set[tuple[int, int]] = set()
         self.now_held = self.holders()
-        for source, to in plan.state_moves:
-            self.states[to] = self.states[source]
+        if self.states is not None:
+            self.states.move(plan)
         told = tell_seats(plan, self.last_tokens, self.tables)
         rows = zip(schedule.requests, plan.seats, plan.starts, plan.counts, strict=True)
         for row, (request, seat, start, n) in enumerate(rows):
@@ -704,8 +768,8 @@ class World:
             ends[seat] = start + n
             for table in self.tables[seat]:
                 self.write(request, table, start, tokens)
-            if self.states:
-                self.advance(request, seat, start, tokens)
+            if self.states is not None:
+                self.advance(self.states, plan, row, request, tokens)
         self.check_snapshots()
         # Requests without a sampled token read their slots too, up to the last token of this step.
         sampled = {*plan.sampled_seats}
@@ -740,13 +804,16 @@ class World:
             self.drawn.setdefault(read.request.request_id, []).append(tokens[-1] or 0)
         return tokens
 
-    def advance(self, request: Request, seat: int, start: int, tokens: list[int]) -> None:
-        """Assert that a seat's state has seen the tokens before `start`, and show it these."""
+    def advance(
+        self, states: States, plan: ComputedPart, row: int, request: Request, tokens: list[int]
+    ) -> None:
+        """Assert that a row's state has seen the tokens before these, and show it these."""
+        start = plan.starts[row]
         begun = zlib.crc32(request.namespace)
         expected = self.live[request.request_id][1].at(request, start)[start] if start else begun
-        state = self.states[seat] if start else begun
+        state = states.before(plan, row, begun)
         assert state == expected, "a state has seen other tokens"
-        self.states[seat] = state_after(state, tokens)
+        states.advance(plan, row, state, tokens)
 
     def check_snapshots(self) -> None:
         """Assert that each snapshot has seen the tokens up to the end of its block, and no other."""
@@ -758,7 +825,7 @@ class World:
         for serial, slot in self.snapshots.items():
             at = self.max_num_seqs + slot
             value = int.from_bytes(self.memory[block_of[serial]][-4:], "little")
-            assert at in pending or self.states[at] == value, "a snapshot has seen other tokens"
+            assert at in pending or self.states.slots[at] == value, "a snapshot has seen other tokens"
 
     def check_seats(self, schedule: Schedule) -> None:
         """Assert that the device knows whose seats a step has, and no step in flight has those it takes."""

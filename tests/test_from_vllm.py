@@ -149,8 +149,8 @@ def test_methods_take_the_arguments_of_vllm(demo):
         call = getattr(demo, method)
         required = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
         arguments = [None for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
-        with pytest.raises(RequestError, match="lora_request=1: LoRA"):
-            call(*arguments, lora_request=1)
+        with pytest.raises(RequestError, match="prompt_adapter_request=1: adapters"):
+            call(*arguments, prompt_adapter_request=1)
         with pytest.raises(paged.UnknownArgumentError, match="'lora_requests'"):
             call(*arguments, lora_requests=None)
     theirs = {argument for names in VLLM["LLM"].values() for argument in names}
@@ -214,7 +214,7 @@ def test_arguments_go_by_position(demo, capsys):
     assert len(demo.beam_search("a", beams, None, False)) == 1
     demo.reset_prefix_cache(False, False)
     assert capsys.readouterr().err == ""  # no bar
-    with pytest.raises(RequestError, match="generate got lora_request='a': LoRA"):
+    with pytest.raises(RequestError, match="takes no LoRA adapters, got lora_request 'a'"):
         demo.generate("a", params, False, "a")
 
 
@@ -316,8 +316,8 @@ def test_flags_are_those_of_an_engine():
         tenant_weights={"a": 2}, scheduling_policy="fair",
     )  # fmt: skip
     assert dataclasses.asdict(config) == dataclasses.asdict(expected)
-    wrong = parser.parse_args(["--model", "demo", "--enable-lora", "--max-lora-rank", "8"])
-    with pytest.raises(ConfigError, match="got enable_lora=True: LoRA"):
+    wrong = parser.parse_args(["--model", "demo", "--enable-tower-connector-lora"])
+    with pytest.raises(ConfigError, match="got enable_tower_connector_lora=True: adapters"):
         LLM(**vars(wrong))
     with pytest.raises(ConfigError, match="give --model"):
         paged.EngineArgs.from_cli_args(parser.parse_args([]))
@@ -326,12 +326,13 @@ def test_flags_are_those_of_an_engine():
 
 
 def test_the_switch_is_named_of_several_options_of_vllm():
-    for given in ({"enable_lora": True, "max_lora_rank": 8}, {"max_lora_rank": 8, "enable_lora": True}):
-        with pytest.raises(ConfigError, match="got enable_lora=True: LoRA"):
+    switch = {"enable_expert_parallel": True}
+    for given in ({**switch, "all2all_backend": "x"}, {"all2all_backend": "x", **switch}):
+        with pytest.raises(ConfigError, match="got enable_expert_parallel=True: "):
             EngineConfig("demo", **given)
     # Without a switch it is the first that was given, whatever the order of a set would be.
-    with pytest.raises(ConfigError, match="got max_loras=9"):
-        EngineConfig("demo", max_loras=9, lora_dtype="x", max_lora_rank=8, fully_sharded_loras=False)
+    with pytest.raises(ConfigError, match="got lora_dtype='x'"):
+        EngineConfig("demo", lora_dtype="x", max_lora_cls_labels=9, fully_sharded_loras=False)
 
 
 def test_examples_of_vllm_run_or_say_why_not(demo):

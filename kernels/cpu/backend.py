@@ -28,6 +28,7 @@ split_keys = SPLIT_KEYS
 # The module of each operation, and what it is called there if that differs.
 OPERATIONS = {
     "add": ".rows.row_kernels",
+    "add_lora": ".rows.add_lora",
     "apply_penalties": ".sampling.logits",
     "clamped_swiglu": ".rows.activations",
     "copy_blocks": "..plain.backend",

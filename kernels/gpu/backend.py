@@ -13,6 +13,7 @@ from .experts.route import route
 from .experts.sort_by_expert import sort_by_expert
 from .experts.sum_experts import sum_experts
 from .rows.activations import clamped_swiglu, gelu, gelu_and_mul, relu_squared, silu_and_mul
+from .rows.add_lora import add_lora
 from .rows.gated_norm import gated_norm
 from .rows.norms import layer_norm, rms_norm, rms_norm_into
 from .rows.rotary_store_kv import rotary_store_kv

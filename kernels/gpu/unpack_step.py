@@ -201,14 +201,15 @@ def unpack_step(
 
     Each row is (SEAT, START, FIRST_TOKEN, LAST_TOKEN, FIRST_ENTRY, ENTRIES, NUM_ENTRIES). It computes tokens
     from position START on: the entries of `tokens` from FIRST_TOKEN on, or the seat's last token if
-    FIRST_TOKEN is FROM_SEAT. LAST_TOKEN becomes the seat's last token, unless it is FROM_SEAT. A row's block
+    FIRST_TOKEN is FROM_SEAT. Unless LAST_TOKEN is FROM_SEAT, it becomes the seat's last token. A row's block
     tables are the seat's up to FIRST_ENTRY, which the seat must have, followed by NUM_ENTRIES new entries.
     These come from `entries` from ENTRIES on, and are stored in the seat too. A row after the step's own rows
     computes nothing.
 
-    out: see `StepTensors`. Its tables are those of the step's rows and then of `sources`, zero behind a row's
-        last block. It may have more rows and more tokens than the step. The further tokens, which come last,
-        are in the scratch seat, at position 0 and in slot NO_SLOT, and no query of attention.
+    out: see `StepTensors`. Its block tables belong to the step's rows and then to `sources`; entries behind a
+        row's last block are zero. `out` may have more rows and more tokens than the step. The additional
+        tokens come last. They are in the scratch seat, at position 0 and in slot NO_SLOT, and attention
+        ignores them.
 
     num_tokens: the number of tokens of the step.
     longest: maximum number of new tokens of a row, and of entries of a seat that gets new ones.

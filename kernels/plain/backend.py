@@ -21,6 +21,7 @@ from .sampling.logits import apply_penalties, mask_logits, token_logprobs
 from .sampling.sample_tokens import sample_tokens
 
 add = checked(reference.add)
+add_lora = checked(reference.add_lora)
 clamped_swiglu = checked(reference.clamped_swiglu)
 copy_blocks = checked(reference.copy_blocks)
 gated_delta = checked(reference.gated_delta)

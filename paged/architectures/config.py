@@ -61,8 +61,9 @@ class TensorNames:
     skipped_prefixes: the prefixes of tensors that are not loaded, such as other parts of the model and
         multi-token prediction.
     ignored_suffixes: the suffixes of tensors that are not parameters.
-    factors: of tensors within a layer, by the name that `in_decoder` gives them: runs of rows, each with what
-        it is multiplied by when it is read. Scales of a weight in codes are multiplied in its place.
+    factors: pairs of a tensor's name within a layer (as given by `in_decoder`) and its factors. These are
+        pairs of a number of rows and the factor by which these rows are multiplied when they are read. For a
+        weight in codes, its scales are multiplied instead.
     stacks: the stacked tensors that a checkpoint may have in place of one tensor for each expert.
     only_stacks: whether error messages name the tensors of experts by their place in a stack.
     """

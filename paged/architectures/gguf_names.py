@@ -167,10 +167,12 @@ class Converted(NamedTuple):
     interleaved: the rows of each head of Q and K alternate between its first and its second half.
     qkv_by_part: Q of all heads comes first, then K, then V. In transformers' checkpoint, Q, K and V of each
         head follow each other.
-    norms_plus_one: 1 is added to the weights of norms, but those of a gated norm.
-    tiled_values: the value heads of the delta rule are stored by their number within a key head. In
-        transformers' checkpoint those of each key head follow each other.
-    gates_by_key_head: of the delta rule's inputs, only those of gates are stored by key head.
+    norms_plus_one: 1 is added to the weights of norms, except gated norms.
+    tiled_values: value heads of the delta rule are ordered by their number within a key head: first the first
+        value head of each key head, then the second ones. In transformers' checkpoint, the value heads of a
+        key head follow each other.
+    gates_by_key_head: among the input projections of the delta rule, only those of the gates are stored by
+        key head.
     """
 
     names: TensorNames
@@ -225,7 +227,7 @@ CONVERTED: Mapping[str, Converted] = {
 def with_gguf_names(config: ModelConfig, architecture: str, num_further_layers: int = 0) -> ModelConfig:
     """Return the config with the tensor names of a GGUF file. GGUF files store no tensor transposed.
 
-    num_further_layers: the number of layers behind the last one, which are skipped.
+    num_further_layers: the number of layers behind the last layer of the model, which are skipped.
     """
     converted = CONVERTED[architecture]
     names = converted.names

@@ -97,7 +97,7 @@ def _parsed(file: Path) -> Any:
 def _instead(directory: Path) -> str:
     """Describe what in a directory without config.json looks like a model."""
     if (directory / "adapter_config.json").exists():
-        return ". This one has a LoRA adapter, which is not supported: merge it into its model"
+        return ". This one has a LoRA adapter: give the model that it is for, and the adapter as --lora"
     gguf = gguf_files(directory) if directory.is_dir() else []
     return f". This one has {gguf[0]}: give the path of the file" if gguf else ""
 

@@ -9,7 +9,8 @@ def mixer_numbers(layer: LayerSpec) -> tuple[int, int]:
     """Return the numbers per token inside a layer's attention or state, and the numbers per token of its
     output.
 
-    Of a layer with both the larger numbers count; a layer may have neither.
+    For a layer with attention and a state, the maximum of both counts. For a layer with neither, the numbers
+    are 0.
     """
     numbers = out = 0
     state = layer.state

@@ -296,8 +296,6 @@ def _listed_or(scheme: Scheme, method: str, floats: Sequence[str], key: str) -> 
 
 
 def _gptq(config: Config) -> Quantization:
-    if config.get("dynamic"):
-        _refuse("dynamic", config["dynamic"], "one size for all modules")
     if config.get("is_marlin_format"):
         _refuse("is_marlin_format", config["is_marlin_format"], "false")
     stored = config.get("checkpoint_format", config.get("format")) or "gptq"
@@ -305,8 +303,16 @@ def _gptq(config: Config) -> Quantization:
         _refuse("checkpoint_format", stored, "'gptq' and 'gptq_v2'")
     if (words := config.get("pack_dtype")) not in (None, "int32"):
         _refuse("pack_dtype", words, "'int32'")
+    scheme = _gptq_scheme(config, stored)
+    kept = _strings(config, "modules_to_not_convert")
+    usual = _listed_or(scheme, "gptq", kept, "modules_to_not_convert")
+    dynamic = [*_dynamic_rules(config, stored)]
+    return Quantization("gptq", _first_of(dynamic, usual) if dynamic else usual)
+
+
+def _gptq_scheme(config: Config, stored: str) -> Scheme:
     bits = _bits(config, "bits", (4, 8))
-    scheme = Scheme(
+    return Scheme(
         *("gptq", f"GPTQ {bits} bits", bits),
         scale_inputs=_group(config, "group_size"),
         zeros=True,
@@ -314,8 +320,37 @@ def _gptq(config: Config) -> Quantization:
         symmetric=config.get("sym") is True,
         in_any_order=_orders_inputs(config),
     )
-    kept = _strings(config, "modules_to_not_convert")
-    return Quantization("gptq", _listed_or(scheme, "gptq", kept, "modules_to_not_convert"))
+
+
+def _dynamic_rules(config: Config, stored: str) -> Iterator[tuple[Callable[[Module], bool], Rule]]:
+    """Yield what GPTQModel's `dynamic` says of modules: which are floats ("-:"), or have other sizes.
+
+    The keys are regular expressions that match the beginning of names; the first that does counts.
+    """
+    listed = _object(config, "dynamic")
+    for pattern in listed:
+        source = f"dynamic {shown(pattern)}"
+        if pattern.startswith("-:"):
+            rule = Rule(None, source)
+        else:
+            try:
+                own = _gptq_scheme({**config, **_object(listed, pattern)}, stored)
+            except (UnsupportedModelError, CheckpointError) as error:
+                raise type(error)(f"{source}: {error}") from None
+            rule = Rule(own, source, is_certain=False)
+        text = pattern.removeprefix("-:").removeprefix("+:")
+        yield _finder(text, pattern, at_start=True), rule
+
+
+def _first_of(
+    rules: Sequence[tuple[Callable[[Module], bool], Rule]], usual: Callable[[Module], Rule]
+) -> Callable[[Module], Rule]:
+    """Return the first rule that finds a module, otherwise the usual one."""
+
+    def rule_of(module: Module) -> Rule:
+        return next((rule for finds, rule in rules if finds(module)), None) or usual(module)
+
+    return rule_of
 
 
 def _orders_inputs(config: Config) -> bool:

@@ -220,11 +220,14 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer. It has attention, or a state, or both: then they read the same and are both added.
+    """One decoder layer. If it has both attention and a state, both read the same input, and their outputs
+    are added.
 
-    A layer may have no feed-forward part, or nothing else, as in Nemotron-H. Then it has one norm, before it.
+    As in Nemotron-H, a layer may have no feed-forward part, or only a feed-forward part. Such a layer has one
+    norm, before its only part.
 
-    parallel: whether attention and the feed-forward part read the same residual and are both added to it.
+    parallel: whether attention and the feed-forward part read the same residual, to which both outputs are
+        added.
     scaled: whether the checkpoint has a scalar that multiplies the layer's output.
     """
 

@@ -9,23 +9,25 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """A layer that keeps a state of fixed size for each sequence, in place of K and V of every token.
+    """The part of a layer that stores a state of fixed size for each sequence, in place of K and V of every
+    token.
 
     kind: "delta": a convolution, then the gated delta rule (Qwen3-Next); "mamba2": a convolution, then the
         state space of Mamba-2 (Dao & Gu 2024); "conv": a gated convolution (LFM2).
-    width: number of tokens that the convolution sees. columns: numbers per token in its input.
-    num_heads, value_dim: heads and head dimension of the values and states of "delta", and of x and the
-        states of "mamba2".
-    num_key_heads, key_dim: heads and head dimension of the queries and keys of "delta"; groups of heads, and
-        the size of their B and C, of "mamba2".
+    width: number of tokens in the window of the convolution. columns: numbers per token in its input.
+    num_heads, value_dim: number and dimension of the heads of values (of x for "mamba2") and of states.
+    num_key_heads, key_dim: for "delta", number and dimension of the heads of queries and keys; for "mamba2",
+        number of groups of heads and the size of a group's B and C.
     bias, conv_bias, output_bias: whether the input projection, the convolution and the output projection have
         a bias.
-    stored: how the checkpoint orders the input projections of "delta": by projection, by key head, or only
-        those of the gates by key head.
-    has_rates: whether the checkpoint has the rates of decays, -e^A_log, as GGUF files have, and not A_log.
-    norm: what is normalised in each group of "mamba2": the outputs times silu of their gate, or the outputs
-        before the gate is applied; None: nothing is.
-    limits: the least and the longest time step of "mamba2".
+    stored: the order of the rows of "delta"'s input projections in the checkpoint: "by_part", one projection
+        after another; "by_key_head"; or "gates_by_key_head", which orders only the projections of the gates
+        by key head.
+    has_rates: whether the checkpoint stores the rates of decays, -e^A_log, as in GGUF files, instead of
+        A_log.
+    norm: the order of gate and norm in each group of "mamba2": "gate_first" multiplies the outputs by
+        silu(gate) before the norm, "norm_first" after the norm; None has no norm.
+    limits: the minimum and the maximum time step of "mamba2".
     """
 
     kind: Literal["delta", "mamba2", "conv"]
@@ -45,20 +47,26 @@ class StateSpec:
 
     @property
     def last_inputs(self) -> tuple[int, int]:
-        """Shape of the last inputs that the convolution keeps, in the dtype of activations."""
+        """Shape of the convolution's last inputs in a state, in the dtype of activations."""
         return self.width - 1, self.columns
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """Shape of the matrices that the delta rule or Mamba-2 keeps, in float32."""
+        """Shape of the float32 matrices in a state of the delta rule or Mamba-2."""
         return self.num_heads, self.key_dim, self.value_dim
 
-    def num_bytes(self, element_bytes: int) -> int:
-        """Return the bytes of a sequence's state.
+    @property
+    def run_inputs(self) -> tuple[int, int]:
+        """How many numbers of each token of a run are kept: of the convolution, and of the delta rule."""
+        return self.columns, (self.columns + 2 * self.num_heads if self.num_heads else 0)
+
+    def num_bytes(self, element_bytes: int, num_run_places: int = 0) -> int:
+        """Return the bytes of a sequence's state, and of the inputs of so many tokens of runs.
 
         element_bytes: bytes of one number of an activation.
         """
-        return math.prod(self.last_inputs) * element_bytes + math.prod(self.matrices) * 4
+        inputs = math.prod(self.last_inputs) + num_run_places * sum(self.run_inputs)
+        return inputs * element_bytes + math.prod(self.matrices) * 4
 
     def num_params(self, hidden_size: int) -> int:
         """Return the number of weights, without norms and biases."""
@@ -68,10 +76,10 @@ class StateSpec:
 
     @property
     def num_values(self) -> int:
-        """The numbers that a token has in all heads."""
+        """Numbers per token in the values of all heads."""
         return self.num_heads * self.value_dim
 
     @property
     def num_inputs(self) -> int:
-        """The outputs of the projection of inputs of "delta" and "mamba2", with the gates of each head."""
+        """Number of outputs of the input projections of "delta" and "mamba2", including the gates."""
         return self.columns + self.num_values + self.num_heads * (2 if self.kind == "delta" else 1)

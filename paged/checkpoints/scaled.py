@@ -21,7 +21,9 @@ _CODES = ("qweight", "qzeros", "g_idx", "weight_packed", "weight_shape", "weight
 
 
 def scaled(name: str, tensor: StoredTensor, factors: Factors) -> StoredTensor:
-    """Return a tensor as it is multiplied, by its name in the decoder.
+    """Return a tensor that is multiplied by its factors when it is read; without factors, the tensor itself.
+
+    name: the tensor's name in the decoder.
 
     Raises UnsupportedModelError for a weight in codes whose scales cannot take the factors.
     """
@@ -50,9 +52,9 @@ def scaled(name: str, tensor: StoredTensor, factors: Factors) -> StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledTensor(FileTensor):
-    """A tensor that is multiplied as it is read, in float32, and rounded to its dtype.
+    """A tensor that is multiplied when it is read, in float32, and then rounded to its dtype.
 
-    factors: f32[n], for the indices of the dimension `dim`; or f32[1], for all.
+    factors: f32[n], a factor for each index of the dimension `dim`; or f32[1], a factor for all numbers.
     """
 
     factors: Tensor = field(compare=False)

@@ -15,6 +15,7 @@ from .common import CliError, FailedError
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..requests.request import CompletionOutput, Prompt
 
 Messages = Sequence[Mapping[str, Any]]
@@ -62,6 +63,7 @@ class EngineAnswers:
         self._chat = LocalChat(engine.text, template["chat_template"])
         self.params = ChatParams(given, checkpoint=engine.sampling_defaults, chat=engine.text.chat_defaults)
         self._template = template
+        self.lora_request: LoRARequest | None = None
         self._num_requests = 0  # seeds are derived from it, so a retry gets another one
         self._completion: CompletionOutput | None = None
 
@@ -105,7 +107,7 @@ class EngineAnswers:
         request_id = str(self._num_requests)
         self._num_requests += 1
         try:
-            self._engine.add_request(request_id, prompt, self._sampling)
+            self._engine.add_request(request_id, prompt, self._sampling, lora_request=self.lora_request)
         except PagedError as error:
             # Only these errors go away with a shorter conversation.
             if error.param == "prompt":

@@ -54,7 +54,9 @@ A line that ends in \\ continues on the next line. A line that begins with // is
 Ctrl-C stops an answer, a second one leaves."""
 
 
-@with_options((ApiAddress, ("url", "api_key")), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@with_options(
+    (ApiAddress, ("url", "api_key")), common.SAMPLING, common.ENGINE, common.ADAPTER, defaults=_DEFAULTS
+)
 def chat(
     model: common.ModelArgument = None,
     model_option: common.ModelOption = None,
@@ -87,7 +89,12 @@ def chat(
         if chat_template is None:
             template["chat_template"] = common.template_text(entry.template)
         system = entry.system if system is None else system
-        answers: Answers = _of_engine(name, options, sampling, template)
+        lora_request = common.take_adapter(options)
+        own = _of_engine(name, options, sampling, template)
+        own.lora_request = lora_request
+        answers: Answers = own
+    elif options.pop("lora") is not None:
+        raise CliError("--lora is for a model here; on a server an adapter is a model: give its name")
     else:
         answers = _of_server(name, options, sampling, template)
     return Chat(answers, system, stream_interval_s).run()

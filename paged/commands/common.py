@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,7 @@ from .options import option
 if TYPE_CHECKING:
     from ..checkpoints.library.models_file import ModelEntry
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..server.launcher import Launcher
 
 EXIT_FAILED = 1
@@ -41,6 +42,19 @@ NO_FLAGS = {
 # Option groups for `with_options`. --model is declared below, and --seed is the engine's.
 SAMPLING = (SamplingParams, [f.name for f in fields(SamplingParams) if f.name not in (*NO_FLAGS, "seed")])
 ENGINE = (EngineConfig, [f.name for f in fields(EngineConfig) if f.name not in (*NO_FLAGS, "model")])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOption:
+    """The adapter that a command computes with.
+
+    lora: a LoRA adapter: a directory with PEFT's files, or an id on the hub; max_lora_rank bounds its rank.
+    """
+
+    lora: str | None = None
+
+
+ADAPTER = (AdapterOption, ["lora"])
 
 # Every command takes --model; where no other argument is positional, MODEL may also be the first one.
 ModelArgument = Annotated[
@@ -146,6 +160,20 @@ def driver_options(
     result = engine_options(model, options, names)
     follow(result)
     return result
+
+
+def take_adapter(options: dict[str, Any]) -> LoRARequest | None:
+    """Return the request for the adapter of --lora; None if there is none.
+
+    The engine of these options is told to take adapters.
+    """
+    path = options.pop("lora")
+    if path is None:
+        return None
+    from ..options.lora_request import LoRARequest
+
+    options["enable_lora"] = True
+    return LoRARequest(path, 1, path)
 
 
 def follow(options: Mapping[str, Any]) -> None:

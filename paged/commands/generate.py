@@ -25,6 +25,7 @@ from .prompt_file import DEFAULT_COMPLETION_TOKENS, PromptFile
 if TYPE_CHECKING:
     from ..blocks.manager import BlockManager
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
     from ..requests.request import RequestOutput
 
 PROMPTS_HELP = """Complete all prompts of this file: one per line or, if it ends in .jsonl or .ndjson, one
@@ -50,7 +51,7 @@ class Shown:
     image: Sequence[str] | None = None
 
 
-@with_options((Shown, ("image",)), common.SAMPLING, common.ENGINE, defaults=_DEFAULTS)
+@with_options((Shown, ("image",)), common.SAMPLING, common.ENGINE, common.ADAPTER, defaults=_DEFAULTS)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete. [default: stdin]")] = None,
     prompts: Annotated[Path | None, typer.Option(help=PROMPTS_HELP)] = None,
@@ -70,6 +71,7 @@ def generate(
     structured: dict[str, Any] = {"json_schema": json_schema, "json_object": json_object}
     structured |= {"regex": regex, "choice": choice, "grammar": grammar}
     images = options.pop("image")
+    lora_request = common.take_adapter(options)
     engine_options = common.driver_options(model, options)
     sampling = {**common.named(model).sampling, **common.sampling_options(options | structured)}
     if prompts is None:
@@ -83,7 +85,7 @@ def generate(
         text = _read_stdin() if prompt is None else prompt
         engine = common.start(engine_options)
         params = engine.params_of(sampling, DEFAULT_COMPLETION_TOKENS)
-        return _stream(engine, text, params, images or [])
+        return _stream(engine, text, params, images or [], lora_request)
     if prompt is not None:
         raise CliError("give either a prompt or --prompts, not both")
     if images:
@@ -101,12 +103,15 @@ def generate(
     if output is None or _is_stream(output):
         with nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as lines:
             file = PromptFile(jobs, lambda result: print(json.dumps(result), file=lines, flush=True))
+            file.lora_request = lora_request
             return file.complete(engine_options, live=live, hidden=output is None and sys.stdout.isatty())
     with ResultFile(output, prompts) as results:
         if results.size and not (overwrite or resume):
             raise FileError(f"{output} has results already; --resume goes on, --overwrite begins again")
         earlier = earlier_results(results, jobs) if resume else NO_RESULTS
-        run_options = RunOptions(output, engine_options, sampling, prompts)
+        run_options = RunOptions(
+            output, engine_options, {**sampling, "lora": lora_request and lora_request.lora_path}, prompts
+        )
         has_known_options = run_options.check() if earlier.size else True
         if not has_known_options:
             common.complain(common.UNKNOWN_OPTIONS.format(output))
@@ -116,7 +121,9 @@ def generate(
             if not earlier.size or not has_known_options:
                 run_options.keep()
 
-        return PromptFile(jobs, results.write, earlier, begin).complete(engine_options, live=live)
+        file = PromptFile(jobs, results.write, earlier, begin)
+        file.lora_request = lora_request
+        return file.complete(engine_options, live=live)
 
 
 def _is_stream(output: Path) -> bool:
@@ -142,9 +149,16 @@ def _read_stdin() -> str:
     return text
 
 
-def _stream(engine: LLMEngine, prompt: str, params: SamplingParams, images: Sequence[str]) -> int:
+def _stream(
+    engine: LLMEngine,
+    prompt: str,
+    params: SamplingParams,
+    images: Sequence[str],
+    lora_request: LoRARequest | None,
+) -> int:
     """Print the prompt and stream its completion, then print a line of figures to stderr."""
-    engine.add_request("0", _with_images(engine, prompt, images) if images else prompt, params)
+    given = _with_images(engine, prompt, images) if images else prompt
+    engine.add_request("0", given, params, lora_request=lora_request)
     print(prompt, end="", flush=True)
     shown = 0
     while engine.has_unfinished_requests():

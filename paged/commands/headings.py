@@ -30,6 +30,7 @@ _FIELDS: dict[str, dict[str, str]] = {
             attention_backend num_threads pipeline_parallel_size tensor_parallel_size pipeline_layers
             rank_timeout_s deterministic enforce_eager async_scheduling cudagraph_capture_sizes
             max_cudagraph_capture_size speculative_config
+            enable_lora max_loras max_lora_rank max_cpu_loras lora_target_modules
             skip_tokenizer_init weights_cache verify_weights_cache language_model_only limit_mm_per_prompt
             mm_processor_kwargs""",
         SAMPLING: "seed",
@@ -47,12 +48,13 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
     "ServeOptions": {
         MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
-            enable_auto_tool_choice tool_call_parser reasoning_parser""",
+            enable_auto_tool_choice tool_call_parser reasoning_parser lora_modules""",
         SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },
     "ApiAddress": {SERVER: ""},
     "Shown": {OUTPUT: ""},
+    "AdapterOption": {MODEL: ""},
 }
 
 

@@ -24,6 +24,7 @@ FORMS = {
     "logit_bias": " As ID=BIAS.",
     "tenant_weights": " As a=1,b=2.",
     "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
+    "lora_target_modules": " As --lora-target-modules q_proj --lora-target-modules v_proj.",
     "cudagraph_capture_sizes": " As --cudagraph-capture-sizes 1 --cudagraph-capture-sizes 8.",
 }
 # The flags that turn options off which are on by default, where they are not --no- and the name.

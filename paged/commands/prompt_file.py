@@ -15,6 +15,7 @@ from . import common
 
 if TYPE_CHECKING:
     from ..engine.engine import LLMEngine
+    from ..options.lora_request import LoRARequest
 
 DEFAULT_COMPLETION_TOKENS = 256
 
@@ -39,6 +40,7 @@ class PromptFile:
         self._begin = begin
         self._earlier = earlier
         self._num_failed = earlier.num_failed
+        self.lora_request: LoRARequest | None = None  # of all prompts
 
     def complete(self, engine_options: Mapping[str, Any], *, live: bool = False, hidden: bool = False) -> int:
         """Complete the prompts that have no result yet. Return the exit code.
@@ -108,7 +110,9 @@ class PromptFile:
                 try:
                     params = engine.params_of(job.sampling, DEFAULT_COMPLETION_TOKENS)
                     # The id, from which the seed is derived, is the same in every run.
-                    engine.add_request(str(index), job.prompt, params, tenant=job.tenant)
+                    engine.add_request(
+                        str(index), job.prompt, params, tenant=job.tenant, lora_request=self.lora_request
+                    )
                 except PagedError as error:
                     yield index, {"error": str(error)}
             for output in engine.step():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigError
+from ..options.lora_request import lora_modules_of
 from ..server.options import MAX_WAITING, ServeOptions
 from . import common
 from .headings import MODEL, SERVER
@@ -65,6 +66,10 @@ def serve(
     settings.setdefault("max_waiting", MAX_WAITING)
     engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
     take_weights(serve_options, engine_options)
+    if serve_options.lora_modules and not engine_options.get("enable_lora"):
+        raise ConfigError(
+            "lora_modules needs enable_lora: paged serve MODEL --enable-lora --lora-modules NAME=PATH"
+        )
     common.follow(engine_options)
     return run(serve_options, lambda listeners: _serve(entry, engine_options, serve_options, listeners))
 
@@ -97,6 +102,7 @@ async def _serve(
         **engine_options,
         replicas=options.replicas,
         router=options.router,
+        lora_modules=lora_modules_of(options.lora_modules),
         stream_interval_s=options.stream_interval_s,
         log_format=options.log_format,
         resume=options.resume,

@@ -41,6 +41,11 @@ NOT_SIMULATED = {
     "cudagraph_capture_sizes",
     "max_cudagraph_capture_size",
     "speculative_config",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_cpu_loras",
+    "lora_target_modules",
     "seed",
     "skip_tokenizer_init",
 }

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from ..architectures.config import ModelConfig
 from ..base.errors import (
@@ -44,6 +44,9 @@ from .model_text import ModelText
 from .reports import ReportTerms
 from .request_spec import Prepared, RequestSpec, check_is_params, closed_error, ids_of
 from .scoring import ScoreOutput, ScoreSpec, names_of_scores
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 T = TypeVar("T")
 
@@ -211,6 +214,7 @@ class AsyncEngine(ABC, Generic[E]):
         tenant: str = "",
         timeout_s: float | None = None,
         generated_token_ids: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Return an async iterator over the outputs of a prompt. The last output has finished=True.
 
@@ -223,7 +227,15 @@ class AsyncEngine(ABC, Generic[E]):
         Iterating raises RequestError if the prompt or a parameter is wrong, QueueFullError if max_waiting
         requests are already waiting, and EngineDeadError if the engine has stopped.
         """
-        spec = RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        spec = RequestSpec(
+            prompt,
+            sampling_params,
+            priority,
+            tenant,
+            timeout_s,
+            generated_token_ids,
+            lora_request=lora_request,
+        )
         return RequestStream(self, self._id(request_id), spec)
 
     def chat(
@@ -235,6 +247,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float | None = None,
         tenant: str = "",
         timeout_s: float | None = None,
+        lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestStream:
         """Return an async iterator over the answers to one conversation, as `generate` does.
@@ -246,7 +259,7 @@ class AsyncEngine(ABC, Generic[E]):
         """
         reject_unknown("chat", template, TEMPLATE_OPTIONS)
         render = partial(self.text.render_chat, messages, **template)
-        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s)
+        spec = RequestSpec("", sampling_params, priority, tenant, timeout_s, lora_request=lora_request)
         return RequestStream(self, self._id(request_id), spec, render=render)
 
     @property
@@ -281,6 +294,7 @@ class AsyncEngine(ABC, Generic[E]):
         tenant: str = "",
         timeout_s: float | None = None,
         part_of: str = "",
+        lora_request: LoRARequest | None = None,
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> EmbeddingRequestOutput:
@@ -305,7 +319,7 @@ class AsyncEngine(ABC, Generic[E]):
         spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
         parsed = spec.prompt
         spec = without_text(spec)
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -321,6 +335,7 @@ class AsyncEngine(ABC, Generic[E]):
         priority: float = 0.0,
         tenant: str = "",
         timeout_s: float | None = None,
+        lora_request: LoRARequest | None = None,
         on_prompt: OnPrompt | None = None,
         on_place: OnPlace | None = None,
     ) -> list[ScoreOutput]:
@@ -336,7 +351,7 @@ class AsyncEngine(ABC, Generic[E]):
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
         part_of = names[0] if len(names) > 1 else ""
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of)
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:

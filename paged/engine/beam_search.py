@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..base.errors import QueueFullError, RequestError
 from ..options.other_calls import BeamSearchParams
@@ -22,6 +22,9 @@ from ..text.tokenizer import Tokenizer
 from .forks import new_fork
 from .request_factory import RequestFactory
 from .request_spec import RequestSpec
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,14 @@ class BeamSearch:
                 f"be looked at: lower it to {most * width // self._num_children}"
             )
 
-    def add(self, request_id: str, prompt: Prompt, priority: float, tenant: str) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        priority: float,
+        tenant: str,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         """Add the search for one more prompt. Raises RequestError if the prompt is wrong."""
         params = SamplingParams(
             temperature=0.0,
@@ -196,7 +206,7 @@ class BeamSearch:
             priority=priority,
             num_speculative_tokens=0,  # each token is chosen among those of other beams
         )
-        spec = RequestSpec(prompt, params, tenant=tenant)
+        spec = RequestSpec(prompt, params, tenant=tenant, lora_request=lora_request)
         root = self.factory.new_group(request_id, spec, self.scheduler.clock()).samples[0]
         root.is_beam = True
         self.groups.append(BeamGroup(self.params, root, self.eos_token_ids))

@@ -44,11 +44,14 @@ from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
+    from ..model.lora import LoraSlots
+    from ..options.lora_request import LoRARequest
     from ..options.other_calls import BeamSearchParams, PoolingParams
     from ..runner.draft_model import DraftCheckpoint
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
+    from .adapters import Adapters
     from .beam_search import BeamSearchOutput
     from .embedding import EmbeddingRequestOutput
     from .scoring import ScoreOutput
@@ -120,7 +123,7 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> print(outputs[0].outputs[0].text)
 
     The methods take the arguments of vLLM's `LLM`, in the same order. Arguments without effect here, such as
-    lora_request, are accepted only with values that change nothing; docs/vllm-names.md lists them.
+    tokenization_kwargs, are accepted only with values that change nothing; docs/vllm-names.md lists them.
 
     On a GPU, making an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the
     same option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
@@ -175,10 +178,27 @@ class LLMEngine(metaclass=ExplainsMissing):
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
+        if runner.lora is not None:
+            factory.adapters = self._new_adapters(runner.lora)
         self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
         runner.keep_weights()
         logger.info(self.describe())
+
+    def _new_adapters(self, slots: LoraSlots) -> Adapters:
+        """Return the adapters of an engine with slots for them."""
+        from .adapters import Adapters
+
+        config = self.config
+        scheduler = self.scheduler
+        scheduler.have_adapters(config.max_loras)
+
+        def in_use() -> set[int]:
+            made = (sample for group in self.core.groups.values() for sample in group.samples)
+            return {r.inputs.adapter for r in (*made, *scheduler.running, *scheduler.waiting())}
+
+        most = config.max_cpu_loras or config.max_loras
+        return Adapters(slots, self.runner.adapters, self.model_config.tensor_names, most, in_use)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -281,7 +301,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompts: Prompt | Iterable[Prompt] | None = None,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: float | Iterable[float] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -300,6 +320,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompt_token_ids: one prompt or several as token ids, in place of `prompts`.
         priority, timeout_s: override the fields of sampling_params; one for all or one per prompt.
         tenant: see `add_request`; one for all or one per prompt.
+        lora_request: the LoRA adapter, of an engine with enable_lora; one for all or one per prompt.
         use_tqdm: whether to show progress, or the class of the progress bar.
 
         Raises RequestError if a prompt or parameter is wrong: before anything runs if the prompt is among the
@@ -308,12 +329,11 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "generate",
             vllm,
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
         prompts = prompts_of(prompts, prompt_token_ids)
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
 
     def generate_iter(
@@ -367,7 +387,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: Progress = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
         pooling: Pooling | None = None,
@@ -400,7 +420,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         from .reports import ReportTerms
         from .run_reports import run_reports
 
-        check_call("embed", vllm, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        check_call("embed", vllm, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
         options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name).each(
             pooling_params, len(listed)
@@ -409,14 +429,15 @@ class LLMEngine(metaclass=ExplainsMissing):
             call_with_error_prefix(f"prompts[{i}]", Embedder(self.text, self.prompts, own).spec, prompt)
             for i, (prompt, own) in enumerate(zip(listed, options, strict=True))
         ]
-        return run_reports(self.core, "prompts", specs, ReportTerms(priority, tenant), use_tqdm=use_tqdm)
+        terms = ReportTerms(priority, tenant, lora_request=lora_request)
+        return run_reports(self.core, "prompts", specs, terms, use_tqdm=use_tqdm)
 
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         pooling_task: Literal["embed"] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -432,7 +453,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "encode",
             vllm,
-            lora_request=lora_request,
             pooling_task=pooling_task,
             tokenization_kwargs=tokenization_kwargs,
         )
@@ -440,6 +460,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             prompts,
             use_tqdm,
             pooling_params,
+            lora_request,
             pooling=pooling,
             normalize=normalize,
             dimensions=dimensions,
@@ -454,7 +475,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         continuations: Sequence[str | Sequence[int]],
         use_tqdm: Progress = True,
         pooling_params: None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: None = None,
         *,
@@ -477,20 +498,19 @@ class LLMEngine(metaclass=ExplainsMissing):
             "score",
             vllm,
             pooling_params=pooling_params,
-            lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             chat_template=chat_template,
         )
         parsed, wholes = self.prompts.parse_continued(prompt, continuations)
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
-        terms = ReportTerms(priority, tenant)
+        terms = ReportTerms(priority, tenant, lora_request=lora_request)
         return run_reports(self.core, "continuations", specs, terms, use_tqdm=use_tqdm)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: Progress = True,
         concurrency_limit: None = None,
         priority: float | None = None,
@@ -505,13 +525,14 @@ class LLMEngine(metaclass=ExplainsMissing):
         from ..options.other_calls import BeamSearchParams
         from .beam_search import BeamSearch
 
-        check_call("beam_search", vllm, lora_request=lora_request, concurrency_limit=concurrency_limit)
+        check_call("beam_search", vllm, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
         listed = as_list(prompts)
         search = BeamSearch(self.core.factory, self.scheduler, params)
         for i, prompt in enumerate(listed):
-            terms = (self.core.next_id(), prompt, 0.0 if priority is None else priority, tenant)
+            priority_of = 0.0 if priority is None else priority
+            terms = (self.core.next_id(), prompt, priority_of, tenant, lora_request)
             call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
         try:
             with progress_bar(use_tqdm, len(listed), "Searching", "prompt") as bar:
@@ -526,7 +547,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Progress = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         priority: float | Sequence[float] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string"] | None = None,
@@ -565,7 +586,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         check_call(
             "chat",
             vllm,
-            lora_request=lora_request,
             chat_template_content_format=chat_template_content_format,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
@@ -586,7 +606,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             except RequestError as error:
                 raise RequestError(f"conversation {i}: {error}", param=error.param) from error
             prompts.append(prompt)
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         outputs = [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
         for output in outputs:
             for completion in output.outputs:
@@ -616,6 +636,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         tenant: str = "",
         timeout_s: float | None = None,
         generated_token_ids: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue one prompt; calls of `step` advance it.
 
@@ -632,9 +653,16 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError if an argument is wrong or the id is in use, QueueFullError if max_waiting
         requests are already waiting.
         """
-        self.core.add(
-            request_id, RequestSpec(prompt, sampling_params, priority, tenant, timeout_s, generated_token_ids)
+        spec = RequestSpec(
+            prompt,
+            sampling_params,
+            priority,
+            tenant,
+            timeout_s,
+            generated_token_ids,
+            lora_request=lora_request,
         )
+        self.core.add(request_id, spec)
 
     def fork(
         self,
@@ -696,6 +724,37 @@ class LLMEngine(metaclass=ExplainsMissing):
             raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {type(policy).__name__}")
         check_policy("fair", weights)
         cast("Fair", policy).set_weights(weights)
+
+    # LoRA adapters
+
+    @property
+    def _adapters(self) -> Adapters:
+        """The adapters. Raises UsageError if the engine takes none."""
+        adapters = self.core.factory.adapters
+        if adapters is None:
+            raise UsageError("the engine takes no LoRA adapters: make it with enable_lora=True")
+        return adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter before its first request. Return whether it was not known.
+
+        Raises RequestError if it cannot be read or does not fit the model, UsageError without enable_lora.
+        """
+        adapters = self._adapters
+        is_new = lora_request not in adapters.requests
+        adapters.find(lora_request)
+        return is_new
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this lora_int_id. Unfinished requests keep it. Return whether it was known.
+
+        Raises UsageError without enable_lora.
+        """
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
+        return {request.lora_int_id for request in self._adapters.requests}
 
     # Prefixes
 

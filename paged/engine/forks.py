@@ -47,8 +47,8 @@ def new_fork(
             param="n",
         )
     salt = params.cache_salt
-    if salt not in (None, inherited.params.cache_salt) and (
-        factory.prompts.namespace(salt, parent.num_prompt_tokens) != inherited.namespace
+    if salt not in (None, inherited.params.cache_salt) and not inherited.namespace.endswith(
+        factory.prompts.namespace(salt, parent.num_prompt_tokens)
     ):
         raise RequestError(
             f"cache_salt of a fork must be None or its parent's, whose blocks it shares, got {salt!r}",
@@ -62,7 +62,12 @@ def new_fork(
     inputs = factory.inputs(request_id, prepared, params, inherited.tenant, deadline)
     same_stops = params.stop == inherited.params.stop
     num_unstopped = inherited.num_unstopped_tokens if same_stops else parent.num_output_tokens
-    inputs = replace(inputs, num_unstopped_tokens=num_unstopped)
+    inputs = replace(
+        inputs,
+        num_unstopped_tokens=num_unstopped,
+        adapter=inherited.adapter,
+        lora_request=inherited.lora_request,
+    )
     if inputs.max_total_tokens <= parent.num_tokens:
         raise RequestError(
             f"max_tokens {params.max_tokens} leaves a fork nothing to generate: its parent has "

@@ -39,6 +39,7 @@ class RequestSource(Iterator[RequestSpec]):
         priority: Any = None,
         tenant: Any = "",
         timeout_s: Any = None,
+        lora_request: Any = None,
     ) -> None:
         prompts = as_iterable(prompts)
         self.num_prompts = len(prompts) if isinstance(prompts, Sized) else None
@@ -47,6 +48,7 @@ class RequestSource(Iterator[RequestSpec]):
             "priority": priority,
             "tenant": tenant,
             "timeout_s": timeout_s,
+            "lora_request": lora_request,
         }
         self._lists = {name: value for name, value in columns.items() if _is_many(value)}
         for name, value in self._lists.items():

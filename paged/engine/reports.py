@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ..base.errors import RequestError
 from ..options.sampling_params import SamplingParams
@@ -38,13 +38,14 @@ class ReportSpec(Protocol[Found]):
 class ReportTerms(NamedTuple):
     """How a request for a report is scheduled.
 
-    part_of: see `RequestInputs`.
+    part_of: see `RequestInputs`. lora_request: see `RequestSpec`.
     """
 
     priority: float = 0.0
     tenant: str = ""
     timeout_s: float | None = None
     part_of: str = ""
+    lora_request: Any = None
 
     def params(self) -> SamplingParams:
         """Return sampling parameters with these terms that generate no tokens. Raises RequestError."""
@@ -86,5 +87,7 @@ def new_report(
         generates=False,
         part_of=terms.part_of,
     )
+    if terms.lora_request is not None:
+        inputs = factory.with_adapter(inputs, terms.lora_request)
     request = Request(inputs, report=report, metrics=RequestMetrics(now))
     return RequestGroup(request_id, [request])

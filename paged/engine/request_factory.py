@@ -35,9 +35,11 @@ from .request_spec import (
 )
 
 if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
+    from .adapters import Adapters
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
@@ -65,6 +67,7 @@ class RequestFactory:
         self.max_num_seqs = max_num_seqs
         self.seed = seed
         self.scheduling_policy = scheduling_policy
+        self.adapters: Adapters | None = None
         self.default_params = text.default_params
         # Finding the tokens that contain a breaker reads the whole vocabulary; most requests share breakers.
         self._rules_of = lru_cache(maxsize=64)(self._new_rules)
@@ -90,6 +93,8 @@ class RequestFactory:
         inputs = self.inputs(
             request_id, prepared, params, tenant, deadline_of(params, now), part_of=spec.part_of
         )
+        if spec.lora_request is not None:
+            inputs = self.with_adapter(inputs, spec.lora_request)
         resumed = spec.resumed
         if resumed is not None:
             inputs = replace(inputs, is_resumed=True)
@@ -124,6 +129,17 @@ class RequestFactory:
             length = len(prepared.prompt.token_ids)
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
+
+    def with_adapter(self, inputs: RequestInputs, request: LoRARequest) -> RequestInputs:
+        """Return the inputs of a request with an adapter, on which its KV depends."""
+        if self.adapters is None:
+            raise RequestError(
+                f"the engine takes no LoRA adapters, got lora_request {request!r}: make it with "
+                "enable_lora=True",
+                param="lora_request",
+            )
+        number, namespace = self.adapters.find(request)
+        return replace(inputs, adapter=number, lora_request=request, namespace=namespace + inputs.namespace)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
         """Do the slow part of `new_group`. Runs on any thread. Raises RequestError."""

@@ -45,6 +45,13 @@ class Batch:
     age: int = 0  # how many times the batch was advanced by one token in place
     # i32[num_seqs]: the slot of each sequence's state; None: the model keeps none
     seats: Tensor | None = None
+    # i32[num_seqs, 2]: how many tokens of its last run of drafts a sequence applies to its state first, and
+    # whether its new tokens are a run; None: there are no drafts
+    runs: Tensor | None = None
+    # i32[num_tokens], i32[num_output_rows]: the slot of each one's LoRA adapter, -1 without; None: no token
+    # has an adapter. In a decode both are the same
+    adapters: Tensor | None = None
+    output_adapters: Tensor | None = None
     is_decode: bool = False  # output_rows are all new tokens, in order, and all are sampled from
     real_count: Tensor | None = None  # i32[1], the tokens of the step, behind which others pad it; None: all
     # Embeddings in place of those of tokens, as of images: i64[n] and [n, hidden_size]; None: there are none

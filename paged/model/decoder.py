@@ -108,7 +108,7 @@ class DecoderLayer(Loadable):
         """
         if self.mixer is None:
             return self._feed_forward(query, rows)
-        hidden = self.mixer.attend(query, queries, kv_cache)
+        hidden = self._attend(query, rows, queries, kv_cache)
         if self.mlp is None:
             return hidden
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
@@ -118,18 +118,27 @@ class DecoderLayer(Loadable):
         left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
-            self.input(rows.inputs, residual)
+            self.input(rows.inputs, residual, rows.adapters)
         if self.factor != 1.0:
             assert left is None, "the residual is multiplied after the addition of an output"
             self.kernels.scale_and_cap(residual, self.factor)
         return left
 
+    def _attend(self, query: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache) -> Tensor:
+        assert self.mixer is not None, "the layer has attention or a state"
+        if rows.adapters is None:
+            return self.mixer.attend(query, queries, kv_cache)
+        assert isinstance(self.mixer, Attention), "models whose layers keep states take no adapters"
+        return self.mixer.attend(query, queries, kv_cache, rows.adapters)
+
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         assert self.mlp is not None, "the layer has a feed-forward part"
-        if rows.real_count is None or not isinstance(self.mlp, ManyExperts):
-            out: Tensor = self.mlp(hidden)
+        if isinstance(self.mlp, ManyExperts):
+            out: Tensor = (
+                self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
+            )
         else:
-            out = self.mlp(hidden, count=rows.real_count)
+            out = self.mlp(hidden, rows.adapters)
         return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
@@ -193,7 +202,7 @@ class ParallelLayer(DecoderLayer):
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         assert self.mixer is not None, "a parallel layer has attention"
-        self.kernels.add(self.mixer.attend(query, queries, kv_cache), residual)
+        self.kernels.add(self._attend(query, rows, queries, kv_cache), residual)
         return self._feed_forward(normed, rows)
 
 
@@ -306,9 +315,12 @@ class Decoder(nn.Module):
                 self.kernels.scale_and_cap(residual, self.embedding_factor)
             if batch.given is not None:
                 residual.index_copy_(0, *batch.given)
-            inputs = self.inputs(batch.token_ids, residual) if self.inputs is not None else None
+            inputs = None
+            if self.inputs is not None:
+                inputs = self.inputs(batch.token_ids, residual, batch.adapters)
             stream = Stream(residual, None, inputs)
-        rows = TokenRows([rotary(batch) for rotary in self.rotary], stream.inputs, batch.real_count)
+        angles = [rotary(batch) for rotary in self.rotary]
+        rows = TokenRows(angles, stream.inputs, batch.real_count, batch.adapters)
         if self.positions is not None:  # added to the embeddings by the first norm
             stream = stream._replace(hidden=self.positions(batch.positions))
         return stream, rows
@@ -334,14 +346,14 @@ class Decoder(nn.Module):
             return residual[:0]
         last, *readers = islice(self.layers, self.last_kv, None)
         angles = [rotary(batch) for rotary in self.rotary] if readers else []
-        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count)
+        rows = TokenRows(angles, rest[0] if rest else None, batch.real_count, batch.adapters)
         if not batch.is_decode:
             # Not torch's indexing, whose threads go on looking for work for milliseconds.
             taken = batch.output_rows
             kernels = self.kernels
             query = kernels.take_rows(query.flatten(1), taken).view(-1, *query.shape[1:])
             residual = kernels.take_rows(residual, taken)
-            rows = rows.take(taken, kernels)
+            rows = rows.take(taken, kernels)._replace(adapters=batch.output_adapters)
         hidden = last.attend(query, residual, rows, queries, kv_cache)
         for layer in readers:
             query = layer.project(hidden, residual, rows, batch, kv_cache)

@@ -135,6 +135,12 @@ class EngineConfig:
         None takes max_num_seqs, or the largest of cudagraph_capture_sizes.
     async_scheduling: whether the host schedules the next step while the device computes. None takes True on a
         GPU with Triton's kernels if one process holds the model; elsewhere True is an error.
+    enable_lora: take requests with LoRA adapters; see docs/lora.md.
+    max_loras: maximum number of adapters in a step. Memory for each is taken at the start.
+    max_lora_rank: the largest rank of an adapter.
+    max_cpu_loras: how many adapters stay in host memory, at least max_loras; None takes max_loras.
+    lora_target_modules: the endings of the names of layers that adapters may change, such as "q_proj"; None
+        takes all linear layers except experts, embedding and head.
     seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
     language_model_only: load the text part of a model that sees images alone.
@@ -189,6 +195,11 @@ class EngineConfig:
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_cudagraph_capture_size: int | None = None
     async_scheduling: bool | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    lora_target_modules: Sequence[str] | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
     language_model_only: bool = False
@@ -214,6 +225,7 @@ class EngineConfig:
             "verify_weights_cache",
             "deterministic",
             "enforce_eager",
+            "enable_lora",
             "skip_tokenizer_init",
             "language_model_only",
         ):
@@ -248,6 +260,7 @@ class EngineConfig:
             isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
         ):
             raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
+        self._check_lora()
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -295,6 +308,36 @@ class EngineConfig:
                 raise ConfigError(
                     f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
+
+    def _check_lora(self) -> None:
+        """Check the options of adapters."""
+        check_int(ConfigError, "max_loras", self.max_loras, 1, 4096)
+        check_int(ConfigError, "max_lora_rank", self.max_lora_rank, 1, 1024)
+        if self.max_cpu_loras is not None:
+            check_int(ConfigError, "max_cpu_loras", self.max_cpu_loras, self.max_loras)
+        targets = self.lora_target_modules
+        if targets is not None:
+            is_list = isinstance(targets, Sequence) and not isinstance(targets, str)
+            if not is_list or not targets or not all(isinstance(each, str) and each for each in targets):
+                raise ConfigError(
+                    f'lora_target_modules must be a list of names such as ["q_proj"], got {shown(targets)}'
+                )
+        if not self.enable_lora:
+            for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+                if (value := getattr(self, name)) != default:
+                    raise ConfigError(
+                        f"{name} {value} has no effect without enable_lora=True; give both or none"
+                    )
+            for name in ("max_cpu_loras", "lora_target_modules"):
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{name} {shown(value)} has no effect without enable_lora=True; give both or none"
+                    )
+        elif self.num_ranks > 1:
+            raise ConfigError(
+                f"enable_lora=True is for a model in one process, and this one has {self.num_ranks}; "
+                "merge the adapter into its model, or take one process"
+            )
 
     def _check_ranks(self) -> None:
         """Check what of the options about several processes can be checked without the model."""

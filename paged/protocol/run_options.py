@@ -26,6 +26,7 @@ WITHOUT_EFFECT = frozenset(
         *("max_preemptions", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
         *("max_num_partial_prefills", "max_waiting", "max_queued_tokens", "scheduling_policy"),
         *("tenant_weights", "pipeline_parallel_size", "tensor_parallel_size", "pipeline_layers"),
+        *("max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules"),
         *("rank_timeout_s", "speculative_config", "num_speculative_tokens", "priority", "cache_salt"),
     }
 )

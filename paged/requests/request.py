@@ -20,6 +20,7 @@ from .token_rules import TokenRules
 
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
+    from ..options.lora_request import LoRARequest
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -97,6 +98,7 @@ NO_SEAT = -1
 # Why a request is held; one may be for both reasons.
 SLOW_READER = 1
 NO_MASK = 2
+NO_ADAPTER = 4
 LONG = b" long"  # ends the namespace of what longrope rotates by its long factors
 TIMEOUT_MESSAGE = "timeout_s has passed"  # the stop_reason of a request whose deadline has passed
 
@@ -174,6 +176,7 @@ class RequestInputs:
     is_resumed: whether another engine had accepted the request before.
     generates: False if the request only reports on its prompt; its output then stays empty.
     namespace: what the KV depends on besides the tokens, such as the cache salt.
+    adapter: the number of its LoRA adapter; 0: none. lora_request: the adapter as the user gave it.
     long_from: the number of tokens at which longrope changes the KV of all tokens and the request is
         recomputed; None if that never happens.
     part_of: the call that this request belongs to, such as an HTTP request with many prompts; "" if the
@@ -201,6 +204,8 @@ class RequestInputs:
     tenant: str = ""
     part_of: str = ""
     namespace: bytes = b""
+    adapter: int = 0
+    lora_request: LoRARequest | None = None
     long_from: int | None = None
     deadline: float = math.inf
     images: tuple[PromptImage, ...] = ()
@@ -254,6 +259,7 @@ class Request:
         if its steps always wait.
     seat: the request's place in the tensors that the device holds about running requests; NO_SEAT while it
         does not run.
+    adapter_slot: the slot of its adapter on the device while it runs; -1: none.
     arrival: the request's number in the order of arrival.
     rank: the request's place in the order of running requests; the highest rank is preempted first.
     protected: whether the request has reached max_preemptions and is no longer preempted.
@@ -278,6 +284,7 @@ class Request:
     num_pending: int = 0
     ahead_until: int = 0
     seat: int = NO_SEAT
+    adapter_slot: int = -1
     arrival: int = -1
     rank: tuple[float, int] = (0.0, -1)
     protected: bool = False
@@ -483,7 +490,7 @@ class CompletionOutput:
         tool_calls; None otherwise.
     """
 
-    lora_request: ClassVar[None] = None  # of vLLM's outputs; there are no adapters
+    lora_request: ClassVar[None] = None  # of vLLM's outputs; that of the request has the adapter
     index: int
     text: str
     token_ids: Sequence[int]
@@ -509,8 +516,7 @@ class RequestOutput:
         likely tokens; the first entry is None. None unless requested, and until all are known.
     """
 
-    # Of vLLM's outputs, where they are None for a decoder without adapters.
-    lora_request: ClassVar[None] = None
+    # Of vLLM's outputs, where they are None for a decoder.
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
@@ -522,3 +528,4 @@ class RequestOutput:
     num_cached_tokens: int | None
     metrics: RequestMetrics
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    lora_request: LoRARequest | None = None

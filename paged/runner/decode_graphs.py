@@ -66,7 +66,7 @@ class DecodeGraph(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a replay has computed for the tokens of a step, until the next replay; see `DecodeGraph`."""
+    """The results of a replay for the tokens of a step, valid until the next replay; see `DecodeGraph`."""
 
     tokens: Tensor
     highest: Tensor
@@ -78,13 +78,13 @@ class DecodeGraphs:
 
     Steps are padded to a few sizes. Graphs read what `SeatedBatches.unpack` has written.
 
-    The engine's start captures the graphs that most steps need, the largest first. Another graph, such as one
-    of runs, is captured by the first step that needs it, as long as the memory reserved for this suffices. A
-    step whose graph cannot be captured runs without one.
+    The engine captures the graphs that most steps need at its start, the largest first. Other graphs, such as
+    graphs for runs of drafts, are captured by the first step that needs them, as long as the memory reserved
+    for this suffices. A step whose graph cannot be captured runs without a graph.
 
     sizes: numbers of rows, in ascending order.
     cost: the time and memory that the graphs captured at the start took.
-    logits: computes logits from final hidden states; None: the model does.
+    logits: computes logits from final hidden states; None: the method of the model is used.
     """
 
     def __init__(
@@ -343,9 +343,10 @@ def new_decode_graphs(
     vocab_size: int,
     logits: Callable[[Tensor], Tensor] | None = None,
 ) -> DecodeGraphs | None:
-    """Return the decode graphs of a GPU; None if there are none. Log why, if graphs were to be expected.
+    """Return the decode graphs of a GPU; None if graphs are impossible or turned off. Log why they are
+    impossible.
 
-    vocab_size: of the logits. logits: see `DecodeGraphs`.
+    vocab_size: number of logits per row. logits: see `DecodeGraphs`.
     """
     config = sizes.config
     # Debug mode reads what tensors hold.

@@ -123,7 +123,7 @@ class DraftModel:
     """A `Drafter` that runs a smaller model with the same vocabulary on the requests' tokens.
 
     It draws tokens as the engine does, with the same seed, position, temperature and filters. A draft model
-    with the same logits would thus guess every token.
+    with the same logits would therefore guess every token.
 
     The draft model's K and V of a token are computed when they are first needed, in chunks of at most a
     step's token budget. Until all are computed, the request gets no guesses. They lie in the blocks of the
@@ -171,7 +171,7 @@ class DraftModel:
             return None
         from .decode_graphs import new_decode_graphs
 
-        sizes = self.sizes, self.model, self._batches, self._of_seats, device, self._vocab_size
+        sizes = self.sizes, self.model, self._batches, self._sampler, device, self._vocab_size
         return new_decode_graphs(*sizes, logits=self._logits)
 
     def prepare(self, num_blocks: int) -> None:
@@ -281,7 +281,7 @@ class DraftModel:
         upload = self._transfers.new_upload()
         passes = [self._put(rows, number, upload) for number in range(max(1, rows[0].num))]
         upload.send()
-        self._of_seats.write()
+        self._sampler.write()
         yield from passes
 
     def _put(self, rows: list[_Row], number: int, upload: Upload) -> _Pass:

@@ -94,6 +94,13 @@ def model_sizes(sizes: Sizes, device: torch.device, directory: Path, kernels: Ke
                 before = alike.get(id(sample))
                 rows = num_rows if before is None else num_rows + before.num_rows
                 alike[id(sample)] = SampledWeight(sample, rows)
+        if sizes.config.enable_lora:
+            from ..model.lora import slot_bytes
+
+            config = sizes.config
+            by_part["LoRA adapters"] = config.max_loras * slot_bytes(
+                model, config.max_lora_rank, config.lora_target_modules
+            )
     files = StoredWeights(in_files)
     return ModelSizes(by_part, files, per_step, [*layers.values()], [*head.values()])
 
@@ -162,7 +169,7 @@ class Footprint:
 
     @cached_property
     def graph_bytes(self) -> int:
-        """The bytes of CUDA graphs, with what is kept for those that steps capture later."""
+        """The bytes of CUDA graphs, including the memory reserved for graphs that are captured later."""
         if not self.on_gpu:
             return 0
         from .graph_memory import planned_bytes, planned_sizes

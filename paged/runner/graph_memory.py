@@ -23,7 +23,7 @@ GRAPHS_OF_SIZE = 4
 
 
 def capture_sizes(config: EngineConfig) -> list[int]:
-    """Return the numbers of rows to capture, in ascending order: those asked for that a step can have."""
+    """Return the numbers of rows to capture, in ascending order: the configured ones that a step can have."""
     most = config.num_seats
     if config.cudagraph_capture_sizes is not None:
         return sorted({size for size in config.cudagraph_capture_sizes if size <= most})
@@ -32,15 +32,16 @@ def capture_sizes(config: EngineConfig) -> list[int]:
 
 
 def most_graph_tokens(sizes: Sequence[int], max_run: int, capacity: int) -> int:
-    """Return the most tokens of a graph.
+    """Return the maximum number of tokens in a graph.
 
-    sizes: numbers of rows. max_run, capacity: the most tokens of a row, and of all rows with several.
+    sizes: numbers of rows. max_run: maximum number of tokens of a row. capacity: maximum number of tokens of
+        all rows if rows have several.
     """
     return max([sizes[-1], *(size * max_run for size in sizes if size * max_run <= capacity)])
 
 
 def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
-    """Return the numbers of rows that an engine of these sizes will capture: none if it has no graphs."""
+    """Return the numbers of rows for which such an engine will capture graphs; empty without graphs."""
     has_graphs = (
         sizes.device == "cuda"
         and not sizes.config.enforce_eager
@@ -51,9 +52,10 @@ def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
 
 
 def planned_bytes(sizes: Sizes, captured: Sequence[int], num_activations: int) -> int:
-    """Return the bytes that graphs will take, those that are captured later included.
+    """Return the bytes that graphs will take, including graphs that are captured later.
 
-    captured: from `planned_sizes`, one at least. num_activations: the bytes of a step of the largest one.
+    captured: a non-empty list from `planned_sizes`. num_activations: bytes of activations of the largest
+        size.
     """
     num_tokens = most_graph_tokens(captured, sizes.max_run, sizes.config.num_seats)
     num_launches = LAUNCHES_OF_LAYER * len(sizes.model.layers)

@@ -245,7 +245,9 @@ def _facts(sizes: Sizes, directory: Path, loader: Loader) -> dict[str, Any]:
     config = {name: value for name, value in read_hf(directory).items() if name not in _NO_CONTENT}
     tensors = sorted((name, str(each.dtype), each.shape) for name, each in loader.sources.items())
     part = sizes.part
-    return {
+    # With adapters, gates and ups are not packed for a product that multiplies them.
+    apart = {"gates": "apart"} if sizes.config.enable_lora else {}
+    return apart | {
         "config": _digest_of(config),
         "tensors": _digest_of(tensors),
         "bytes": [each.size for each in _files_of(loader)],

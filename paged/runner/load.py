@@ -110,7 +110,7 @@ def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
 def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
     """Return what a model of these sizes, with weights read by this loader, needs of the kernels."""
     return Needs(
-        operations=frozenset(operations_of(config)),
+        operations=frozenset((*operations_of(config), *(("add_lora",) if sizes.config.enable_lora else ()))),
         dtype=getattr(torch, sizes.dtype),
         cache_dtype=getattr(torch, sizes.kv_dtype),
         head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes.values()),
@@ -310,6 +310,10 @@ def open_model(
         with torch.device("meta"), _ParametersOf(dtype):
             whole = Decoder(model_config, kernels)
             model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
+        if config.enable_lora:
+            from ..model.lora import leave_gates_apart
+
+            leave_gates_apart(model)
         if config.quantization == "int4":
             from ..model.layers.linear import require_whole_groups
 

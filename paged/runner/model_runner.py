@@ -134,7 +134,7 @@ class ModelRunner(PartRunner):
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
-        """The number of CUDA graphs, and the bytes and seconds that those of the start took."""
+        """The number of CUDA graphs, and the bytes and seconds of the graphs captured at the start."""
         of_draft = None if self.draft_model is None else self.draft_model.decode_graphs
         num_graphs = num_bytes = 0
         seconds = 0.0
@@ -196,6 +196,8 @@ class ModelRunner(PartRunner):
             self._move_blocks(*moves)
             self._move_states(state_moves)
             return Pending(self)
+        if computed.adapter_loads:
+            self.load_adapters(computed)
         # Everything is put into the upload before it is sent.
         step = self.batches.put(computed, upload)
         has_images = bool(computed.images) or computed.grid_positions is not None
@@ -266,7 +268,8 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda":
+        # Rows that pad a step have no adapter.
+        if self.device.type != "cuda" or self.lora is not None:
             return None
         from .decode_graphs import new_decode_graphs
 
@@ -274,7 +277,7 @@ class ModelRunner(PartRunner):
         return new_decode_graphs(*sizes, self.model_config.vocab_size)
 
     def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
-        """Return the graphs of the model and of the draft model, each with what it reads of a cache."""
+        """Return the graphs of the model and of the draft model, each with the cache that they read."""
         found = [] if self.decode_graphs is None else [(self.decode_graphs, kv_cache)]
         draft = self.draft_model
         if draft is not None and draft.decode_graphs is not None and kv_cache.draft is not None:

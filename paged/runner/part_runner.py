@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
-from ..base.errors import ResourceError
+from ..base.errors import ConfigError, ResourceError
 from ..blocks.pool import BlockId
 from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
@@ -27,10 +27,13 @@ from .plan import ComputedPart
 from .sizes import Sizes
 
 if TYPE_CHECKING:
-    from ..model.cache.states import Run
+    from ..checkpoints.lora_adapter import LoraAdapter
+    from ..model.lora import LoraSlots
+    from ..model.model import Model
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .fit import RunStep
+    from .states import StateChanges
     from .step_graphs import StepGraphs  # needs numba
 
 
@@ -88,6 +91,11 @@ class PartRunner:
             from .draft_model import with_draft
 
             sizes = with_draft(sizes, self.device, draft)
+        if config.enable_lora and model_config.states:
+            raise ConfigError(
+                f"enable_lora=True is not supported for {model_config.architecture}, whose layers keep "
+                "states; merge the adapter into its model"
+            )
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -102,6 +110,10 @@ class PartRunner:
             if on_gpu:
                 room = memory.free - memory.total + int(memory.total * config.gpu_memory_utilization)
             self.sizes = with_seats(sizes, room, None if peers is None else peers.least_seats)
+        self.lora: LoraSlots | None = None
+        self.adapters: dict[int, LoraAdapter] = {}  # in host memory, by number
+        if config.enable_lora:
+            self.lora = new_lora_slots(config, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
@@ -189,18 +201,26 @@ class PartRunner:
         if copies is not None:
             cache.copy_blocks(copies.tensor, kernels)
 
-    def send_state_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent, list[Run]] | None:
+    def load_adapters(self, plan: ComputedPart) -> None:
+        """Copy adapters into the slots that a step reads."""
+        for adapter, slot in plan.adapter_loads:
+            assert self.lora is not None, "only an engine with slots has adapters"
+            self.lora.set(slot, self.adapters[adapter])
+
+    def send_state_moves(self, plan: ComputedPart, upload: Upload) -> StateChanges | None:
         """Add a step's moves of recurrent states to the upload, for `_move_states`; None without any."""
         states = self.kv_cache.states
-        if not plan.state_moves or states is None:  # a stage may have no layer with a state
+        # A stage may have no layer with a state.
+        if states is None or not (plan.state_moves or plan.settled):
             return None
-        moves, runs = states.divide(plan.state_moves)
-        return upload.put(moves, torch.int64), runs
+        from .states import StateChanges
 
-    def _move_states(self, moves: tuple[Sent, list[Run]] | None) -> None:
-        """Move states from slot to slot, one after another, by pairs that were sent."""
-        if moves is not None and self.kv_cache.states is not None:
-            self.kv_cache.states.move(moves[0].tensor, moves[1], self.model.kernels)
+        return StateChanges.put(plan, states, upload)
+
+    def _move_states(self, changes: StateChanges | None) -> None:
+        """Apply the rest of runs of drafts to states, and move states, by numbers that were sent."""
+        if changes is not None:
+            changes.make(self.model, self.kv_cache)
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return a copy of blocks on the host, by the names of the cache's tensors."""
@@ -229,6 +249,19 @@ class PartRunner:
 
         if self.kv_cache.states is not None:
             write_state(self.kv_cache.states, self.sizes, slot, contents)
+
+
+def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
+    """Return the slots of adapters in a model. Raises ConfigError where it can have none."""
+    from ..model.lora import LoraSlots
+
+    return LoraSlots(
+        model,
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        targets=config.lora_target_modules,
+        device=device,
+    )
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

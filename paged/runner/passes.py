@@ -39,6 +39,10 @@ def new_batches(
         "long_context": config.long_context,
         "with_seats": bool(config.states),
     }
+    if sizes.num_run_places:
+        from .states import run_numbers
+
+        options["run_numbers"] = run_numbers
     unpack_step = model.kernels.unpack_step
     if unpack_step is None:
         return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)

@@ -46,7 +46,7 @@ class ComputedPart:
     sent for a decode whose block tables have not grown, plus the last token if the process does not draw
     tokens itself.
 
-    swap_out, swap_in, copies, state_moves: see `Schedule`.
+    swap_out, swap_in, copies, state_moves, settled, unapplied: see `Schedule`.
     starts, counts: how many tokens of each row were computed before the step, and how many the step computes.
     rope_lens: the length of each row's prompt, or of the whole request; see `Planner`.
     tokens, entries: the tokens and the block table entries of `changes`, one change after another; entries
@@ -60,12 +60,16 @@ class ComputedPart:
     rope_offsets: how much the rotation of each row's tokens differs from their positions; None if none does.
     grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
         number.
+    adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
+    adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
 
     swap_out: Sequence[Copy] = ()
     swap_in: Sequence[Copy] = ()
     copies: Sequence[Copy] = ()
     state_moves: Sequence[Copy] = field(default_factory=list)
+    settled: Sequence[tuple[int, int, int]] = ()
+    unapplied: list[int] = field(default_factory=list)
     num_decodes: int = 0
     num_drafting: int = 0
     seats: list[int] = field(default_factory=list)
@@ -83,6 +87,8 @@ class ComputedPart:
     last_keys: array[int] | None = None
     rope_offsets: list[int] | None = None
     grid_positions: array[int] | None = None
+    adapters: Sequence[int] = ()
+    adapter_loads: Sequence[tuple[int, int]] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -96,7 +102,7 @@ class ComputedPart:
 
     def repeats(self, seats: Sequence[int]) -> bool:
         """Return whether this is another decode of exactly these seats. Only block tables may have grown."""
-        if not self.is_decode or self.seats != seats:
+        if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
 
@@ -188,6 +194,8 @@ class Planner:
             swap_in=schedule.swap_in,
             copies=schedule.copies,
             state_moves=schedule.state_moves,
+            settled=schedule.settled,
+            unapplied=schedule.unapplied,
             num_decodes=schedule.num_decode_tokens,
             seats=schedule.seats,
             starts=schedule.num_computed_tokens,
@@ -213,6 +221,8 @@ class Planner:
         if self._seen is not None:
             seen = self._seen.of(schedule, computed.starts, computed.counts)
             computed.images, computed.last_keys, computed.rope_offsets, computed.grid_positions = seen
+        if schedule.adapters is not None:
+            computed.adapters, computed.adapter_loads = schedule.adapters
         sampled = SampledPart()
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

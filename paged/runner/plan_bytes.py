@@ -16,13 +16,14 @@ def to_bytes(part: ComputedPart) -> bytes:
     assert not part.images, "images are computed by one process"
     pairs = (part.swap_out, part.swap_in, part.copies, part.state_moves)
     rows = (part.seats, part.starts, part.counts, part.rope_lens, part.sampled, part.sampled_seats)
-    tuples = (*pairs, part.asked, part.changes)
+    tuples = (*pairs, part.settled, part.asked, part.changes)
     flat = (chain.from_iterable(each) for each in tuples)
     return _write(
         [
             [part.num_decodes, part.num_drafting],
             *map(list, flat),
             *rows,
+            part.unapplied,
             part.last_tokens,
             part.tokens,
             *part.entries,
@@ -35,15 +36,19 @@ def from_bytes(data: bytes) -> ComputedPart:
     lists = _read(data)
     num_decodes, num_drafting = next(lists)
     swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
+    settled = [*_tuples(next(lists), 3)]
     asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
     changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
     seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
+    unapplied = next(lists)
     last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
     return ComputedPart(
         swap_out=swap_out,
         swap_in=swap_in,
         copies=copies,
         state_moves=state_moves,
+        settled=settled,
+        unapplied=unapplied,
         num_decodes=num_decodes,
         num_drafting=num_drafting,
         seats=seats,

@@ -7,10 +7,11 @@ from ..checkpoints.model_directory import resolve_headers
 from ..device.devices import resolve_device, resolve_dtype, target_of
 from ..options.config import EngineConfig
 from .draft_model import naming_draft_model
+from .draft_sizes import draft_sizes
 from .footprint import Footprint
 from .load import new_kernels
 from .memory import Memory
-from .sizes import Sizes, draft_sizes
+from .sizes import Sizes
 
 LEAST_CONTEXT = (
     4096  # tokens of a request for which an engine among others has room, if its model has as many

@@ -162,9 +162,9 @@ class Sizes:
 
     @property
     def max_run(self) -> int:
-        """The most tokens of a request in a step of decodes: more than one with drafts.
+        """Maximum number of tokens of a request in a step of decodes: more than one with drafts.
 
-        A draft model computes two once the prompt is known: the last guess, if all guesses were right, and
+        For a draft model it is two: after a step whose guesses were all right, it computes the last guess and
         the token behind it.
         """
         speculation = self.config.speculation
@@ -211,9 +211,23 @@ class Sizes:
     @property
     def state_bytes(self) -> int:
         """The bytes of one sequence's recurrent states."""
+        return self._bytes_of_states(0)
+
+    @property
+    def seat_bytes(self) -> int:
+        """The bytes of the states of a running sequence, and of the inputs of its runs of drafts."""
+        return (self.states_of_seat - 1) * self.state_bytes + self._bytes_of_states(self.num_run_places)
+
+    def _bytes_of_states(self, num_run_places: int) -> int:
         states = self.model.states.items()
         own = [self.shard.state(spec) for i, spec in states if self.part is None or i in self.part.layers]
-        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype]) for spec in own)
+        return sum(spec.num_bytes(ELEMENT_BYTES[self.dtype], num_run_places) for spec in own)
+
+    @property
+    def num_run_places(self) -> int:
+        """The tokens whose inputs a seat stores: of a run of drafts, and of the run before. 0 without any."""
+        speculation = self.config.speculation if self.model.states else None
+        return 0 if speculation is None else 2 * (1 + speculation.num_speculative_tokens)
 
     @property
     def states_of_seat(self) -> int:
@@ -227,8 +241,8 @@ class Sizes:
 
     @property
     def all_state_bytes(self) -> int:
-        """The bytes of all states on the device."""
-        return self.num_states * self.state_bytes
+        """The bytes of all states on the device, and of the inputs of runs."""
+        return self.num_snapshots * self.state_bytes + self.config.num_seats * self.seat_bytes
 
     @property
     def num_snapshots(self) -> int:

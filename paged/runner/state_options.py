@@ -6,6 +6,8 @@ from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 
+# The kinds of states whose kernels apply a run of drafts once it is known which were right.
+KINDS_WITH_RUNS = {"conv", "delta"}
 # A gap between snapshots that takes as long as this to compute is worth one more.
 GAP_S = 0.2
 
@@ -37,15 +39,17 @@ def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -
             f"state_interval {config.state_interval} says where snapshots are left for the prefix cache, and "
             f"there is none with {absent}: omit one of both"
         )
-    if config.speculation is not None:
+    kinds = {spec.kind for spec in model.states.values()}
+    if config.speculation is not None and not kinds <= KINDS_WITH_RUNS:
         raise ConfigError(
-            f"speculative_config is not supported for {architecture}, whose layers keep states, which cannot "
-            "forget a wrong guess: leave it out"
+            f"speculative_config is not supported for {architecture}, whose layers keep states of the kind "
+            f"{', '.join(sorted(kinds - KINDS_WITH_RUNS))}; it is for those of "
+            f"{' and '.join(sorted(KINDS_WITH_RUNS))}: leave it out"
         )
     if is_draft:
         raise ConfigError(
-            f"the draft model is a {architecture}, whose layers keep states, which cannot forget a wrong "
-            "guess; take a model without states, or {'method': 'ngram'}"
+            f"the draft model is a {architecture}, whose layers keep states: its guesses cannot be taken "
+            "back, as K and V in blocks can; take a model without states, or {'method': 'ngram'}"
         )
 
 

@@ -59,7 +59,7 @@ class StepGraphs:
             return last.step.replay()
         queries = batch.queries
         plan = self._recorder.plan(queries.seq_lens, queries.cu_seqlens_q)
-        key = (batch.is_decode, batch.num_tokens, *where, *plan.sizes)
+        key = (batch.is_decode, batch.num_tokens, batch.adapters is None, *where, *plan.sizes)
         if key in self._graphs:
             graph = self._graphs.pop(key)
         else:  # Record at first use: in a model of some size, one replay already saves more than this takes.
@@ -123,5 +123,5 @@ def _inputs(batch: Batch) -> list[Tensor]:
     queries = batch.queries
     by_token = (batch.token_ids, batch.positions)
     lengths = (queries.seq_lens, queries.cu_seqlens_q)
-    seats = () if batch.seats is None else (batch.seats,)
-    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables, *seats]
+    others = (each for each in (batch.seats, batch.runs, batch.adapters) if each is not None)
+    return [*by_token, *lengths, *batch.slot_mapping, *queries.block_tables, *others]

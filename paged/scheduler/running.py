@@ -14,6 +14,7 @@ from .schedule import Schedule
 from .waiting import Room, num_tokens_ahead
 
 if TYPE_CHECKING:
+    from .adapters import AdapterSlots
     from .state_moves import StateMoves
 
 
@@ -75,6 +76,7 @@ class RunningSet:
         self.newcomers: list[Request] = []
         self.corrected: list[Request] = []
         self.vacated: list[int] = []
+        self.adapters: AdapterSlots | None = None
         self.states: StateMoves | None = None
         if block_manager.has_states:
             from .state_moves import StateMoves
@@ -117,6 +119,8 @@ class RunningSet:
         self._num_reserved_seats += len(request.siblings)
         request.status = RequestStatus.RUNNING
         request.seat = self.seats.take()
+        if self.adapters is not None:
+            self.adapters.join(request)
         self.newcomers.append(request)
         bisect.insort(self.requests, request, key=lambda other: other.rank)
         if self._holdings is not None:
@@ -167,6 +171,8 @@ class RunningSet:
             self._leave(request)
         if self.states is not None:
             self.states.clear()
+        if self.adapters is not None:
+            self.adapters.forget()
         return removed
 
     def remove_finished(self, free: Callable[[Request], None]) -> list[Request]:
@@ -184,8 +190,12 @@ class RunningSet:
         self._num_reserved_seats -= len(request.siblings)
         self._num_protected -= request.protected
         self.seats.release(request.seat)
+        if self.states is not None:
+            self.states.forget(request)
         self.vacated.append(request.seat)
         request.seat = NO_SEAT
+        if self.adapters is not None:
+            self.adapters.leave(request)
         if request in self.newcomers:
             self.newcomers.remove(request)
         if request in self.corrected:
@@ -242,6 +252,8 @@ class RunningSet:
         assert self._num_protected == sum([request.protected for request in self.requests])
         assert self.num_seats >= 0, "more requests run than max_num_seqs"
         self.seats.check([request.seat for request in self.requests])
+        if self.adapters is not None:
+            self.adapters.check(self.requests)
         runs = RequestStatus.RUNNING  # not looked up in the loop: the simulation does this after every step
         for request in self.requests:
             assert request.status is runs

@@ -99,6 +99,12 @@ class Schedule:
     # From a slot of states to another, one after another and before the step computes anything: seats, and
     # behind them slots of host memory.
     state_moves: list[Copy] = field(default_factory=list)
+    settled: list[tuple[int, int, int]] = field(default_factory=list)  # `state_moves.SettledSeat`
+    # How many tokens of each request's last run of drafts its state has not seen; empty if all have seen all.
+    unapplied: list[int] = field(default_factory=list)
+    # The slot of each request's adapter, or none if no request has one; then adapters and the slots that they
+    # are copied into before the step. None: the engine has no slots.
+    adapters: tuple[Sequence[int], list[tuple[int, int]]] | None = None
     num_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: list[list[int]] = field(default_factory=list)

@@ -13,6 +13,7 @@ from ..base.errors import QueueFullError, UsageError
 from ..blocks.manager import BlockManager
 from ..blocks.sequence import SequenceBlocks
 from ..requests.request import (
+    NO_ADAPTER,
     NO_MASK,
     TIMEOUT_MESSAGE,
     ErrorKind,
@@ -161,6 +162,12 @@ class Scheduler:
         self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
         self.preemption.drain = self.ahead.drain
 
+    def have_adapters(self, num_slots: int) -> None:
+        """Run requests with LoRA adapters, of which so many are on the device at once."""
+        from .adapters import AdapterSlots
+
+        self._running.adapters = AdapterSlots(num_slots, self.max_num_seqs)
+
     def schedule(self) -> Schedule:
         """Choose the work of the next step and allocate its blocks."""
         schedule = Schedule(scheduled_time=self.clock())
@@ -178,6 +185,8 @@ class Scheduler:
                 self._running.states.take(schedule)
             if schedule.requests:
                 self._running.take_changes(schedule)
+                if self._running.adapters is not None:
+                    self._running.adapters.take(schedule)
             if self.ahead is not None:
                 self.ahead.begin_step(schedule)
         elif not self.block_manager.pool.num_steps_in_flight and self._must_run():
@@ -187,6 +196,7 @@ class Scheduler:
     def _make_room_for_others(self, schedule: Schedule) -> None:
         """Preempt the requests that give way to others, whatever room there is."""
         self.preemption.requeue_grown_long()
+        self._let_others_pass()
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
@@ -208,6 +218,17 @@ class Scheduler:
         if self.drafts is not None and schedule.num_decode_tokens and not schedule.num_preempted:
             budget = self._budget_left(schedule)
             self.drafts.extend(schedule, self.block_manager, budget, self.max_chunk, self._num_spare_blocks)
+
+    def _let_others_pass(self) -> None:
+        """Set the requests at the head of the queue aside whose adapters have no slot."""
+        adapters = self._running.adapters
+        if adapters is None:
+            return
+        for request in adapters.take_released():
+            self._set_held(request, request.held & ~NO_ADAPTER)
+        while (head := self._queue.peek()) is not None and not adapters.admits(head):
+            adapters.set_aside(head)
+            self._set_held(head, head.held | NO_ADAPTER)
 
     def _split_head(self, fair: Fair) -> None:
         """Let the samples of the head run one by one where they exceed their tenant's share together.
@@ -337,6 +358,7 @@ class Scheduler:
             alone = not self.running and not pool.num_steps_in_flight
             num_blocks = math.inf if alone else pool.num_available - reserved
             room = Room(self._budget_left(schedule), self._running.num_seats, num_partial, num_blocks)
+            self._let_others_pass()
             request = self._admit_head(room, schedule)
             if request is None:
                 return
@@ -454,6 +476,8 @@ class Scheduler:
                     drafts = schedule.drafts[row - num_decodes] if num_decodes <= row < first_prompt else None
                     self._take_run(request, runs[row], now, drafts)
                 else:
+                    if self._running.states is not None and num_decodes <= row < first_prompt:
+                        self._running.states.end_run(request, 1)  # the token before its drafts
                     request.finish("error", now, *errors.get(row, NOT_FINITE))
                 num_finished += request.finish_reason is not None
                 continue
@@ -510,7 +534,11 @@ class Scheduler:
             self.block_manager.rewind(request.blocks, request.num_computed_tokens)
             self._running.resend(request)  # its seat knows another last token
         else:
+            # The step has counted the first token of the run.
+            num_right = request.num_tokens - request.num_computed_tokens
             request.num_computed_tokens = request.num_tokens - 1
+            if self._running.states is not None:
+                self._running.states.end_run(request, num_right)
             self.block_manager.truncate(request.blocks, request.num_computed_tokens)
             self._running.correct(request)
             # A run whose next row has an error ends with a draft.

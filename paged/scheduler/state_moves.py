@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..blocks.manager import BlockManager, Copy
 from ..requests.request import NO_SEAT, Request
 from .schedule import Schedule
@@ -10,12 +12,28 @@ from .schedule import Schedule
 SELDOM = 4
 
 
+class SettledSeat(NamedTuple):
+    """A seat whose state sees the rest of its last run of drafts before states are moved.
+
+    num_unapplied: how many tokens, the last ones before num_computed.
+    """
+
+    seat: int
+    num_unapplied: int
+    num_computed: int
+
+
 class StateMoves:
     """The moves of recurrent states that a step makes, in order, before it computes.
 
     The state of a running request lies in the slot of its seat. The slots of snapshots follow the seats, and
     those in host memory, for swapped-out requests, follow the snapshots. A request that computes its first
     token begins with a state of zeros, whatever its slot holds.
+
+    A run of drafts leaves the state of its request as it was. The run's right tokens are unapplied until the
+    next step with the request, or until its state is moved.
+
+    unapplied: how many such tokens each request has.
     """
 
     def __init__(self, block_manager: BlockManager, num_seats: int) -> None:
@@ -26,18 +44,36 @@ class StateMoves:
         self._num_slots = num_seats + (0 if self._snapshots is None else self._snapshots.num_slots)
         self._moves: list[Copy] = []  # of this step, and those that must wait until it has ended
         self._later: list[Copy] = []
+        self.unapplied: dict[Request, int] = {}
+        self._settled: list[SettledSeat] = []
+
+    def end_run(self, request: Request, num_right: int) -> None:
+        """Record how many tokens of a run were right, the one before its drafts included."""
+        if num_right:
+            self.unapplied[request] = num_right
+
+    def forget(self, request: Request) -> None:
+        """Forget what is unapplied of a request that gives its seat up."""
+        self.unapplied.pop(request, None)
+
+    def _settle(self, request: Request) -> None:
+        """Apply the rest of the request's last run before states are moved."""
+        if num_unapplied := self.unapplied.pop(request, 0):
+            self._settled.append(SettledSeat(request.seat, num_unapplied, request.num_computed_tokens))
 
     def copy(self, request: Request, child: Request, *, after_step: bool) -> None:
         """Copy the state of a request to its child.
 
         after_step: whether to copy the state after the step that is being scheduled, not the state before it.
         """
+        self._settle(request)
         (self._later if after_step else self._moves).append((request.seat, child.seat))
 
     def swap_out(self, request: Request) -> None:
         """Move the state of a request to host memory, as its blocks are swapped out."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
+        self._settle(request)
         self._moves.append((request.seat, self._num_slots + slot))
 
     def begin(self, request: Request) -> None:
@@ -79,6 +115,7 @@ class StateMoves:
         slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
         if slot is not None:
             seq.rolling = (slot, num_tokens)
+            self._settle(request)
             self._moves.append((request.seat, self._num_seats + slot))
 
     def keep(self, request: Request) -> None:
@@ -103,6 +140,7 @@ class StateMoves:
                 snapshots.release(rolling[0])
         slot = snapshots.new(newest) if newest else None
         if slot is not None:
+            self._settle(request)
             self._moves.append((request.seat, self._num_seats + slot))
 
     def _is_worth_it(self, request: Request, num_blocks: int) -> bool:
@@ -118,10 +156,9 @@ class StateMoves:
 
     @staticmethod
     def _is_up_to_date(request: Request) -> bool:
-        """Return whether the state in a request's seat has seen its computed tokens, neither more nor fewer.
+        """Return whether the state in a request's seat can be copied to a snapshot of its computed tokens.
 
-        The one place that decides whether a seat may be copied to a snapshot. Drafts of such models, whose
-        accepted inputs the next step applies, must answer False here while there are any.
+        It has seen no more; what it has not seen, of the last run of drafts, is applied before it is moved.
         """
         return request.seat != NO_SEAT
 
@@ -132,6 +169,11 @@ class StateMoves:
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
+        schedule.settled = [*self._settled]
+        self._settled = []
+        if self.unapplied:
+            unapplied = [self.unapplied.pop(request, 0) for request in schedule.requests]
+            schedule.unapplied = unapplied if any(unapplied) else []
         if self._snapshots is not None:
             self._snapshots.launch()
 
@@ -139,5 +181,6 @@ class StateMoves:
         """Forget the moves, because all requests will be recomputed."""
         self._moves = []
         self._later = []
+        self._settled = []
         if self._snapshots is not None:
             self._snapshots.launch()

@@ -23,6 +23,7 @@ from ..engine.reports import ReportTerms
 from ..engine.request_spec import Prepared, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
+from ..options.lora_request import LoRARequest
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
 from ..scheduler.stats import EngineStats
@@ -60,6 +61,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
 
     replicas: the number of engine processes, each with its own GPU or its share of the cores.
     router: how the process for a request is chosen: "round-robin", "least-loaded" or "prefix-aware".
+    lora_modules: the LoRA adapters that the engines read before they serve.
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: the format of the processes' lines on stderr, "text" or "json".
 
@@ -86,6 +88,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         max_restarts: int = DEFAULT_TERMS.max_restarts,
         step_timeout: float = DEFAULT_TERMS.step_timeout,
         launcher: Launcher = ON_THIS_MACHINE,
+        lora_modules: Sequence[LoRARequest] = (),
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
@@ -100,7 +103,15 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         _check_share(config, num_sharing)
         sent = {"model": model, **sendable_options(config, options), **launcher.engine_options}
         starts = [
-            frames.Start(sent, stream_interval_s, log_format, replica, num_sharing, socket.gethostname())
+            frames.Start(
+                sent,
+                stream_interval_s,
+                log_format,
+                replica,
+                num_sharing,
+                socket.gethostname(),
+                [frames.Adapter(each.name, each.adapter_id, each.path) for each in lora_modules],
+            )
             for replica in range(replicas)
         ]
         self._divides_machine = launcher.divides_machine
@@ -232,6 +243,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         # Deltas would leave out the text of the given tokens.
         in_full = bool(given) and kind is RequestOutputKind.CUMULATIVE
         inbox = Inbox(request_id, parsed.text, parsed.token_ids, kind, account=account, in_full=in_full)
+        inbox.lora_request = spec.lora_request
         sent_kind = kind if in_full else _sent_kind(params)
         wire = frames.params_to_wire(params, output_kind=sent_kind, timeout_s=spec.timeout_s)
         order = frames.Generate(
@@ -245,6 +257,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             is_whole=_comes_whole(sent_kind, kind),
             part_of=spec.part_of,
             images=parsed.images,
+            adapter=frames.Adapter.of(spec.lora_request),
         )
         request = SentRequest(self._supervisor, order, inbox, params)
         self._supervisor.begin(request, self._choose(parsed.token_ids))
@@ -258,10 +271,13 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         terms: ReportTerms,
     ) -> SentRequest:
         order: frames.Embed | frames.ScoreTokens
+        adapter = frames.Adapter.of(terms.lora_request)
+        terms = terms._replace(lora_request=None)
+        key = self._supervisor.next_key()
         if isinstance(spec, EmbeddingSpec):
-            order = frames.Embed(self._supervisor.next_key(), request_id, spec, terms)
+            order = frames.Embed(key, request_id, spec, terms, adapter)
         else:
-            order = frames.ScoreTokens(self._supervisor.next_key(), request_id, spec, terms)
+            order = frames.ScoreTokens(key, request_id, spec, terms, adapter)
         inbox = Inbox(request_id, None, spec.prompt.token_ids, RequestOutputKind.FINAL_ONLY)
         request = SentRequest(self._supervisor, order, inbox)
         self._supervisor.begin(request, engine)
@@ -294,6 +310,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             [],
             is_whole=_comes_whole(sent_kind, kind),
             images=parent.order.images,
+            adapter=parent.order.adapter,
         )
         inbox = Inbox(
             new_request_id,
@@ -303,6 +320,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
             account=self._new_account(kind),
             in_full=params is None and parent.inbox.in_full,
         )
+        inbox.lora_request = parent.inbox.lora_request
         fork = frames.Fork(key, request_id, new_request_id, wire)
         request = SentRequest(self._supervisor, order, inbox, own, fork=fork)
         # Where other stop strings begin to count, the engine process alone knows.

@@ -302,7 +302,8 @@ class EngineServer:
 
         def add(engine: LLMEngine) -> None:
             engine.prompts.check_parsed(spec.prompt)
-            terms = order.terms._replace(timeout_s=deadline.left_s)
+            adapter = None if order.adapter is None else order.adapter.request()
+            terms = order.terms._replace(timeout_s=deadline.left_s, lora_request=adapter)
             # Set before a step may finish it.
             outbox.request = engine.core.add_report(order.request_id, spec, terms, outbox)
 
@@ -360,6 +361,7 @@ class EngineServer:
             generated_token_ids=order.generated_token_ids,
             resumed=order.resumed,
             part_of=order.part_of,
+            lora_request=None if order.adapter is None else order.adapter.request(),
         )
         return self.loop.prepare(spec)
 
@@ -483,6 +485,8 @@ def main() -> None:
     try:
         take_share(start)
         engine = LLMEngine(**start.options)
+        for adapter in start.adapters:
+            engine.add_lora(adapter.request())
     except Exception as error:
         link.send(refusal_of(start, error))
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 import msgspec
 
@@ -19,6 +19,7 @@ from ..engine.embedding import EmbeddingRequestOutput, EmbeddingSpec
 from ..engine.reports import ReportTerms
 from ..engine.request_spec import SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
+from ..options.lora_request import LoRARequest
 from ..options.sampling_params import SamplingParams
 from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics
 from ..scheduler.picture import EnginePicture
@@ -55,6 +56,25 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
     """
 
 
+class Adapter(msgspec.Struct, array_like=True):
+    """A LoRA adapter: see `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+
+    @classmethod
+    def of(cls, request: LoRARequest | None) -> Self | None:
+        """Return what is sent of a request's adapter."""
+        if request is None:
+            return None
+        return cls(request.lora_name, request.lora_int_id, request.lora_path)
+
+    def request(self) -> LoRARequest:
+        """Return the request for the adapter."""
+        return LoRARequest(self.name, self.number, self.path)
+
+
 # From the front end
 
 
@@ -64,6 +84,7 @@ class Start(Frame):
     log_format: the format of the process's lines on stderr.
     replica: the number of this process among num_replicas. The processes share the cores, or have a GPU each.
     host: the name of the front end's machine.
+    adapters: the LoRA adapters that the engine reads before it serves.
     """
 
     options: dict[str, Any]
@@ -72,6 +93,7 @@ class Start(Frame):
     replica: int
     num_replicas: int
     host: str
+    adapters: list[Adapter] = []
 
 
 class Generate(Frame):
@@ -95,6 +117,7 @@ class Generate(Frame):
     is_whole: bool = False
     part_of: str = ""
     images: tuple[PromptImage, ...] = ()
+    adapter: Adapter | None = None
 
 
 class Fork(Frame):
@@ -113,6 +136,7 @@ class Embed(Frame):
     request_id: str
     spec: EmbeddingSpec
     terms: ReportTerms
+    adapter: Adapter | None = None
 
 
 class ScoreTokens(Frame):
@@ -122,6 +146,7 @@ class ScoreTokens(Frame):
     request_id: str
     spec: ScoreSpec
     terms: ReportTerms
+    adapter: Adapter | None = None
 
 
 class Abort(Frame):

@@ -16,6 +16,7 @@ from ..base.errors import ConfigError, EngineDeadError, QueueFullError
 from ..base.validation import shown
 from ..chat.chat_format import ChatFormat
 from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
+from ..options.lora_request import LoRARequest, lora_modules_of
 from ..options.sampling_params import MAX_SEED, SamplingParams
 from ..protocol.answers.errors import TOO_MANY
 from ..protocol.calls.call import Call
@@ -49,6 +50,7 @@ class FrontEnd:
     """The engine and the server's state about its requests, shared by all routes.
 
     names: the names of the model; responses use the first.
+    adapters: the LoRA adapters by the names under which they are served.
     created: when the server started, in seconds since 1970.
     metrics: the counts behind GET /metrics.
     observers: listeners for the beginning and the end of each request.
@@ -84,6 +86,9 @@ class FrontEnd:
         self.engine = engine
         self.options = options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
+        self.adapters = {each.lora_name: each for each in lora_modules_of(options.lora_modules)}
+        if twice := self.adapters.keys() & {*self.names}:
+            raise ConfigError(f"lora_modules has an adapter of the model's own name {min(twice)!r}")
         self.created = int(time.time())
         self.metrics = metrics or ServerMetrics(
             self.names[0],
@@ -135,9 +140,18 @@ class FrontEnd:
         self.is_stopping = False
 
     def names_for(self, key: KeyUsage | None) -> Sequence[str]:
-        """Return the names of the model that requests with this key may use."""
+        """Return the names of the model and of adapters that requests with this key may use."""
         allowed = None if key is None else key.entry.models
-        return self.names if allowed is None else [name for name in self.names if name in allowed]
+        names = (*self.names, *self.adapters)
+        return names if allowed is None else [name for name in names if name in allowed]
+
+    def name_of(self, call: Call) -> str:
+        """Return the name of the model for the response to a call: that of its adapter, if it has one."""
+        return call.model if call.model in self.adapters else self.names[0]
+
+    def adapter_of(self, call: Call) -> LoRARequest | None:
+        """Return the adapter that a call names as its model; None if it names the model itself."""
+        return None if call.model is None else self.adapters.get(call.model)
 
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
         """Raise HttpError if a request names another model, or a model that its key does not allow."""
@@ -320,7 +334,7 @@ class FrontEnd:
             exchange.request_id,
             exchange.route,
             call.tenant,
-            self.names[0],
+            self.name_of(call),
             call.stream,
             exchange.received,
             params=params,

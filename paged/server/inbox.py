@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RequestError
 from ..engine.answer_memory import (
@@ -27,6 +27,9 @@ from ..requests.request import (
 )
 from ..text.view import View
 from . import frames
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class Inbox:
         in_full: bool = False,
     ) -> None:
         self.in_full = in_full
+        self.lora_request: LoRARequest | None = None
         self.account = AnswerAccount(AnswerBudget()) if account is None else account
         self.comes_in_parts = comes_in_parts(kind)
         self._ledger = AnswerLedger(self.account, comes_in_parts=self.comes_in_parts)
@@ -205,6 +209,7 @@ class Inbox:
             self._num_cached_tokens,
             self._metrics,
             self._whole_prompt(),
+            self.lora_request,
         )
         is_delta = self.kind is RequestOutputKind.DELTA
         self._ledger.take(is_delta=is_delta)

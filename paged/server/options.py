@@ -19,6 +19,7 @@ from ..base.errors import ConfigError, RequestError
 from ..base.validation import check_bool, check_int, check_number, shown
 from ..chat.chat_format import check_parsers
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval
+from ..options.lora_request import lora_modules_of
 from ..options.sampling_params import MAX_LOGPROBS
 from ..protocol.limits import MAX_PROMPTS
 from .restart_terms import DEFAULT_TERMS, RestartTerms
@@ -46,7 +47,15 @@ _OPTIONAL_TEXTS = (
     "models",
 )
 _TEXTS = ("host", "metrics_prefix")
-_LISTS = ("api_key", "served_model_name", "allowed_origins", "allowed_hosts", "preload", "api")
+_LISTS = (
+    "api_key",
+    "served_model_name",
+    "lora_modules",
+    "allowed_origins",
+    "allowed_hosts",
+    "preload",
+    "api",
+)
 _TIMEOUTS = ("head_timeout_s", "body_timeout_s", "keep_alive_timeout_s", "slow_client_timeout_s")
 _SWITCHES = (
     "enable_auto_tool_choice",
@@ -91,6 +100,8 @@ class ServeOptions:
         * for all websites.
     served_model_name: a name of the model for requests; responses have the first name. The default is MODEL
         as given to `paged serve`.
+    lora_modules: a LoRA adapter as NAME=PATH, one of several; requests choose it by NAME as their model. It
+        needs enable_lora.
     max_request_bytes: maximum size of a request's body. The default is 16 MiB, or 64 MiB for a model that
         sees images.
     head_timeout_s: seconds in which the head of a request must arrive. They count from its first byte, or for
@@ -168,6 +179,7 @@ class ServeOptions:
     allowed_hosts: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
+    lora_modules: Sequence[str] = ()
     max_request_bytes: int | None = None
     head_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
@@ -232,6 +244,7 @@ class ServeOptions:
         if self.max_connections is not None:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         self._check_keys()
+        lora_modules_of(self.lora_modules)
         for host in self.allowed_hosts:
             if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(
@@ -293,6 +306,7 @@ class ServeOptions:
         """Raise ConfigError for an option that goes with one model alone."""
         given = {
             "served_model_name": self.served_model_name,
+            "lora_modules": self.lora_modules,
             "ray": self.ray is not None,
             "replicas": self.replicas > 1,
         }

@@ -58,6 +58,7 @@ class OutputProcessor:
             num_cached_tokens=cached and min(cached, first.num_prompt_tokens),
             metrics=first.metrics,
             prompt_logprobs=self._prompt_logprobs_of(group),
+            lora_request=first.inputs.lora_request,
         )
 
     def forget(self, group: RequestGroup) -> None:

@@ -106,6 +106,23 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
         {**GPTQ, "checkpoint_format": "gptq", "lm_head": False, "pack_dtype": "int32", "dynamic": None},
         "GPTQ 4 bits",
     ),
+    (
+        "Qwen 3.5 GPTQ-Int4",
+        {
+            **GPTQ,
+            "dynamic": {
+                "lm_head": {},
+                "model.language_model.embed_tokens": {},
+                **{f"-:.*{name}.*": {} for name in ("attn", "shared_expert", "mtp", "visual")},
+            },
+        },
+        "floats",
+    ),
+    (
+        "GPTQModel with other sizes for a module",
+        {**GPTQ, "dynamic": {"-:.*mlp.*": {}, r"+:.*q_proj": {"bits": 8}, ".*": {"bits": 4}}},
+        "GPTQ 8 bits",
+    ),
     ("GPTQ version 2", {**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, "GPTQ 4 bits"),
     (
         "Llama 3.1 AWQ-INT4",
@@ -256,7 +273,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {**GPTQ, "is_marlin_format": True},
         "is_marlin_format True is not supported",
     ),
-    ("GPTQModel with dynamic rules", {**GPTQ, "dynamic": {"-:.*mlp\\.down.*": {}}}, "dynamic {"),
+    (
+        "GPTQModel with a rule of 3 bits",
+        {**GPTQ, "dynamic": {"-:.*attn.*": {}, "+:.*mlp.*": {"bits": 3}}},
+        "dynamic '+:.*mlp.*': bits 3 is not supported; supported is 4 and 8",
+    ),
     (
         "Mistral AWQ for gemv",
         {**AWQ, "version": "gemv"},

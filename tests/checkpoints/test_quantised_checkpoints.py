@@ -99,6 +99,27 @@ def modelopt_mixed() -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
 
 
+# What published files of hybrids leave in floats: the gates of states, which are as many rows as heads, the
+# gates of experts, and often all that makes states.
+GATES = r"in_proj_a|in_proj_b|in_proj_ba|mlp\.gate|shared_expert_gate|conv1d"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+
+
+INT4 = gptq(Sizes(scale=SMALL, spread=2), act_order=True)
+INT8 = gptq(Sizes(bits=8, scale=SMALL / 16, spread=2), act_order=True)
+
+
+def but(names: str, writer: Writer) -> Callable[[str], Writer | None]:
+    """Store all linear layers so, but those with these names, a regular expression."""
+    skipped = re.compile(rf"\.({names})(\.|$)")
+    return lambda name: writer if ".layers." in name and not skipped.search(name) else None
+
+
+def ignoring(names: str) -> list[str]:
+    """Return the entry that leaves these modules in floats, in the lists of compressed-tensors."""
+    return [rf"re:.*\.({names})(\..*)?$", "lm_head"]
+
+
 E4M3 = compressed("float-quantized", float_group(8, "channel"))
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[[str], Writer | None]]] = {
     "gptq": ("llama", GPTQ, of_layers(gptq(Sizes(scale=SMALL, spread=2), act_order=True))),
@@ -130,6 +151,52 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[str], Writer | None]]] = 
         "mixtral",
         {"quant_method": "fp8", "weight_block_size": [32, 32]},
         of_experts(fp8((32, 32), name="weight_scale_inv", scale=SMALL / 32)),
+    ),
+    # Qwen3.5-FP8, and Qwen3-Next-FP8, whose inputs are stored by key head.
+    "fp8-hybrid": (
+        "qwen3_5",
+        {**BLOCKS, "modules_to_not_convert": [f"linear_attn.in_proj_{gate}" for gate in "ab"]},
+        but(GATES, fp8((32, 32), name="weight_scale_inv", scale=SMALL / 32)),
+    ),
+    "fp8-hybrid-by-key-head": (
+        "qwen3_next",
+        {
+            **BLOCKS,
+            "modules_to_not_convert": ["linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"],
+        },
+        but(GATES, fp8((32, 32), name="weight_scale_inv", scale=SMALL / 32)),
+    ),
+    "gptq-hybrid": (
+        "qwen3_5",
+        {**GPTQ, "dynamic": {"lm_head": {}, "-:.*in_proj_[ab]$": {}, "-:.*out_proj": {}}},
+        but(GATES + "|out_proj", gptq(Sizes(scale=SMALL, spread=2), act_order=True)),
+    ),
+    # Qwen3.5-GPTQ-Int4: all attention and states are floats.
+    "gptq-hybrid-mlp": (
+        "qwen3_5",
+        {**GPTQ, "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}, "+:.*down_proj": {"bits": 8}}},
+        lambda name: {"gate_proj": INT4, "up_proj": INT4, "down_proj": INT8}.get(name.split(".")[-2]),
+    ),
+    "awq-hybrid": (
+        "qwen3_5",
+        {**GPTQ, "quant_method": "awq", "modules_to_not_convert": ["linear_attn"]},
+        but("linear_attn", awq(Sizes(scale=SMALL, spread=2))),
+    ),
+    "int4-hybrid": (
+        "qwen3_5",
+        compressed("pack-quantized", int_group(4, 16), ignore=ignoring("in_proj_[ab]")),
+        but(GATES, packed(Sizes(16, scale=SMALL, spread=2))),
+    ),
+    "int8-hybrid": (
+        "qwen3_next",
+        compressed("int-quantized", int_group(8, -1), ignore=ignoring(GATES)),
+        but(GATES, integers(Sizes(-1, scale=SMALL / 16))),
+    ),
+    "fp8-hybrid-all": ("qwen3_5", E4M3, but("conv1d", fp8("channel", dtype=BF16, scale=SMALL / 32))),
+    "int8-conv": (
+        "lfm2",
+        compressed("int-quantized", int_group(8, -1), ignore=["lm_head"]),
+        but("none", integers(Sizes(-1, scale=SMALL / 16))),
     ),
     "gptq-permuted": ("glm4", GPTQ, of_layers(gptq(Sizes(scale=SMALL, spread=2), act_order=True))),
 }

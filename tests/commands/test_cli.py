@@ -105,7 +105,7 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert "maximum number of tokens to generate. [default: from generation_config.json, else 256]" in words
     assert "branch, tag or commit of the model on the hub. [default: the hub's default branch]" in words
     assert "treat EOS as any other token. [default: off]" in words
-    assert "[default: 256, or fewer where the states" in words
+    assert "[default: 256, or fewer if the recurrent states" in words
     assert "[default: demo]" in words
     assert "added to the logits of token ids. As ID=BIAS. May be given several times." in words
     assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
@@ -193,7 +193,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     run("generate", "x")
     wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
     assert seen == [
-        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}))
+        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}), None)
         for params in wanted
     ]
     # The other kinds of structured outputs, as text or in a file.
@@ -210,7 +210,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     ]
     for argv, _ in flags:
         run("generate", "x", *argv)
-    assert [params.structured_outputs for *_, params in seen] == [
+    assert [params.structured_outputs for *_, params, _ in seen] == [
         StructuredOutputsParams(**language) for _, language in flags
     ]
 

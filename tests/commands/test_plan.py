@@ -14,7 +14,7 @@ from paged.architectures.config import DEMO
 from paged.checkpoints.model_directory import resolve_config
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured
-from tests.support.checkpoints import edit_json
+from tests.support.checkpoints import checkpoint, edit_json
 
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
 HEAD_PARAMS = 4096 * 256
@@ -38,6 +38,20 @@ def test_figures_of_a_data_sheet(run):
     read = 2 * (LAYER_PARAMS + HEAD_PARAMS + NORMS) + 2048 * (1024 + 1)
     assert figures["decode_tokens_per_s"]["1"] == pytest.approx(1 / (1e-3 + read / bandwidth))
     assert figures["prompt_tokens_per_s"] > 100 * figures["decode_tokens_per_s"]["1"]
+
+
+def test_states_of_a_hybrid(run):
+    """Beside what a GPU keeps of each request, with and without inputs of drafts."""
+    model = str(checkpoint("qwen3_5"))
+    drafts = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+    found = []
+    for options in ((), drafts):
+        code, out, _ = run("plan", model, "--device", "h200", "--max-num-seqs", "4", "--json", *options)
+        assert code == 0
+        found.append(json.loads(out)["states_bytes"])
+    inputs, rows = 128, 128 + 2 * 4  # of the convolution, and of the delta rule
+    assert found[1] - found[0] == 4 * 3 * 2 * (1 + 3) * 4 * (inputs + rows)
+    assert found[0] > 4 * 3 * 4 * (3 * 128 + 4 * 12 * 20)
 
 
 def test_this_machine_is_measured(run):

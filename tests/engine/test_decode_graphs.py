@@ -42,7 +42,7 @@ WAYS: dict[str, Ways] = {
         {"seed": 3},
     ],
     "logits": [
-        {"seed": 2, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"seed": 2, "top_p": 0.8, "repetition_penalty": 1.3, "logit_bias": {5: 1.0}},
         {"seed": 3, "logit_bias": {7: 3.0}, "min_tokens": 3, "stop_token_ids": [9], "logprobs": 2},
         {"temperature": 0.0, "dry_multiplier": 4.0, "dry_sequence_breakers": ()},
     ],

@@ -1,5 +1,7 @@
 """The tokens and logits of transformers' greedy generation, float32, for every supported architecture.
 
+Models with the gated delta rule are compared with transformers in float64.
+
 Every slot that nobody owns holds NaN in all of these (`checkpoints.new_engine`).
 """
 
@@ -24,6 +26,7 @@ from paged.sampling.sampler import Draw
 from paged.scheduler.schedule import Schedule
 from tests.support.checkpoints import (
     CONFIGS,
+    HYBRIDS,
     LONG,
     MIXTURES,
     SHAPE,
@@ -31,11 +34,15 @@ from tests.support.checkpoints import (
     Reference,
     assert_all_free,
     checkpoint,
+    exact_reference,
     new_engine,
     ragged_prompts,
     random_model,
     reference,
 )
+
+# Norms of outputs that are nearly 0 amplify the errors of both.
+EXACT = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -82,7 +89,7 @@ def assert_matches(
         tokens, expected = oracle.greedy(prompt, max_tokens)  # of the first alone, if that differs
         assert ours == tokens
         logits = torch.stack([logits_after[(*prompt, *tokens[:i])] for i in range(max_tokens)])
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=0)
 
 
 def lengths_for(name: str, count: int) -> list[int]:
@@ -104,10 +111,11 @@ def test_every_supported_architecture_is_tested():
 @pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ragged_batch_matches_transformers(name, backend, monkeypatch):
-    count, max_tokens = (5, 5) if name in MIXTURES else (10, 12)
+    count, max_tokens = (5, 5) if name in MIXTURES or name in HYBRIDS else (10, 12)
     prompts = ragged_prompts(lengths_for(name, count))
     engine = new_engine(checkpoint(name), attention_backend=backend)
-    assert_matches(engine, reference(name), prompts, max_tokens, monkeypatch)
+    oracle = exact_reference(name) if name in EXACT else reference(name)
+    assert_matches(engine, oracle, prompts, max_tokens, monkeypatch)
 
 
 @pytest.mark.parametrize("count", [1, 64])
@@ -125,7 +133,7 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
         *("llama-llama3", "mistral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite", "granite-swa"),
         "olmo2",
         *("olmo3", "gemma2", "gemma3", "smollm3", "glm4", "gpt2", "gpt_neox"),
-        *("gemma4", "gemma4-keys-as-values", "gemma4-unified", "nemotron_h", "falcon_h1-norm"),
+        *("gemma4", "gemma4-keys-as-values", "gemma4-unified", "qwen3_5", "nemotron_h", "falcon_h1-norm"),
     ],
 )
 def test_triton_kernels_match_transformers(name, monkeypatch):

@@ -1,5 +1,7 @@
 """Operations of layers that keep a state: convolutions along time, the gated delta rule, gated norms."""
 
+import random
+
 import pytest
 import torch
 
@@ -250,6 +252,70 @@ def test_the_same_bits_in_every_division_into_steps(dtype):
         for outs, expected, case, state in zip(found, whole, own, kept, strict=True):
             assert torch.equal(torch.cat(outs), expected), chunk
             assert torch.equal(case["states"][5], state), chunk
+
+
+@pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("dims", [(2, 4, 16, 16), (1, 3, 24, 130)], ids=str)
+def test_runs_leave_states_as_they_were(name, dtype, dims):
+    """Runs of every length, of which a part turns out right: the same as the tokens that were, alone.
+
+    Wrong tokens are NaN. Places are as many as two runs have.
+    """
+    kernels = load_kernels(name)
+    rng = random.Random(0)
+    longest, total, num_seqs = 3, 14, 3
+    delta = delta_case(dtype, dims, [total] * num_seqs, [0] * num_seqs)
+    conv = conv_case(dtype, 37, 4, gated=True, with_bias=True, lengths=[total] * num_seqs, contexts=[0, 0, 0])
+    expected = {
+        "qkv": kernels.gated_delta(**delta | {"states": delta["states"].clone()}),
+        "x": kernels.short_conv(**conv | {"states": conv["states"].clone()}),
+    }
+    cases = {"qkv": (kernels.gated_delta, delta), "x": (kernels.short_conv, conv)}
+    places = {
+        row: torch.full((NUM_SLOTS, 2 * longest, width), torch.nan, dtype=dtype, device=DEVICE)
+        for row, width in (("qkv", delta["qkv"].shape[1] + 2 * dims[1]), ("x", 37))
+    }
+    done, unapplied = [0] * num_seqs, [0] * num_seqs
+    while min(done) < total:
+        lengths, right, rows, are_runs = [], [], [], []
+        for sequence in range(num_seqs):
+            left = total - done[sequence]
+            is_run = bool(left and done[sequence] and rng.random() < 0.7)
+            lengths.append(rng.randint(1, min(longest if is_run else 5, left)) if left else 0)
+            right.append(rng.randint(1, lengths[-1]) if is_run else lengths[-1])
+            are_runs.append(is_run)
+            rows += [sequence * total + done[sequence] + i for i in range(lengths[-1])]
+        step = sequences(lengths, done) | {
+            "runs": torch.tensor([*zip(unapplied, map(int, are_runs), strict=True)]).int().to(DEVICE)
+        }
+        is_wrong = torch.cat([torch.arange(n) >= m for n, m in zip(lengths, right, strict=True)]).to(DEVICE)
+        for row, (operation, case) in cases.items():
+            own = {key: case[key][rows] for key in (row, "gates") if key in case}
+            own[row][is_wrong] = torch.nan
+            found = operation(**case | step | own | {"run_inputs": places[row]})
+            wanted = expected[row][rows]
+            if name == "numba":
+                assert torch.equal(found[~is_wrong], wanted[~is_wrong])
+            torch.testing.assert_close(found[~is_wrong], wanted[~is_wrong], rtol=8 * EPS[dtype], atol=1e-4)
+        for sequence in range(num_seqs):
+            done[sequence] += right[sequence]
+            if lengths[sequence]:
+                unapplied[sequence] = right[sequence] if are_runs[sequence] else 0
+
+
+def test_wrong_runs_are_named():
+    kernels = load_kernels("numba")
+    case = delta_case(torch.float32, (2, 4, 16, 16))
+    inputs = torch.zeros(NUM_SLOTS, 6, 136)
+    runs = torch.zeros(5, 2, dtype=torch.int32)
+    kernels.gated_delta(**case, run_inputs=inputs, runs=runs)
+    with pytest.raises(ValueError, match="runs and run_inputs must be given together"):
+        kernels.gated_delta(**case, runs=runs)
+    for sequence, row in ((0, [1, 0]), (1, [4, 0]), (3, [0, 1]), (4, [0, 2]), (1, [-1, 0])):
+        wrong = runs.clone()
+        wrong[sequence] = torch.tensor(row)
+        with pytest.raises(ValueError, match=rf"fit in 6 places; got .* at sequence {sequence}, which"):
+            kernels.gated_delta(**case, run_inputs=inputs, runs=wrong)
 
 
 def test_reference_matches_transformers():

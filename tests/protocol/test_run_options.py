@@ -53,6 +53,11 @@ ENGINE = {
     "enforce_eager": True,
     "async_scheduling": False,
     "speculative_config": {"method": "ngram"},
+    "enable_lora": True,
+    "max_loras": 2,
+    "max_lora_rank": 8,
+    "max_cpu_loras": 3,
+    "lora_target_modules": ["q_proj"],
     "seed": 3,
     "skip_tokenizer_init": True,
     "language_model_only": True,
@@ -88,11 +93,20 @@ def test_every_option_is_compared_or_changes_no_result(begun):
     assert ENGINE.keys() - WITHOUT_EFFECT == {
         *("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "max_model_len"),
         *("dtype", "quantization", "kv_cache_dtype", "device", "attention_backend", "deterministic"),
-        *("seed", "skip_tokenizer_init", "mm_processor_kwargs"),
+        *("seed", "skip_tokenizer_init", "mm_processor_kwargs", "enable_lora"),
     }
     assert ENGINE.keys() | {field.name for field in fields(SamplingParams)} > WITHOUT_EFFECT
     stages = {"pipeline_parallel_size": ENGINE["pipeline_parallel_size"]}  # which pipeline_layers is about
-    runs = [(name, begun({**stages, name: value})) for name, value in ENGINE.items()]
+    lora = {"enable_lora": True}  # which these are about, and which does not go with stages
+    about_lora = {"max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules"}
+    alone = {name: value for name, value in ENGINE.items() if name not in about_lora}
+    runs = [
+        (name, begun({**(stages if name != "enable_lora" else {}), name: value}))
+        for name, value in alone.items()
+    ]
+    for name in about_lora:
+        with pytest.raises(FileError, match=r"options: enable_lora was not given and is True. Go on"):
+            begun({**lora, name: ENGINE[name]}).check()
     runs += [(name, begun(**{name: value})) for name, value in SAMPLING.items()]
     for name, run in runs:
         if name in WITHOUT_EFFECT:

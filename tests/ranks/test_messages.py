@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule
+from paged.scheduler.state_moves import SettledSeat
 from tests.support import scheduler_cases as cases
 
 DEPTH = 3
@@ -22,7 +24,7 @@ def new_planner(**options: bool) -> Planner:
 
 def as_lists(part: ComputedPart) -> ComputedPart:
     """Return a part whose empty fields are of one type."""
-    fields = ("swap_out", "swap_in", "copies", "asked")
+    fields = ("swap_out", "swap_in", "copies", "settled", "asked")
     return replace(part, **{name: [*getattr(part, name)] for name in fields})
 
 
@@ -54,6 +56,19 @@ def test_what_is_read_is_what_was_written(seed):
     assert (message.kind, message.blocks) == (MessageKind.READ_BLOCKS, [3, 5])
     assert reader.read(writer.write_block(7)).blocks == [7]
     assert reader.read(writer.end()).kind is MessageKind.END
+
+
+def test_a_decode_beside_a_settled_seat_is_told_whole():
+    """Although the same seats decode once more: another seat's state sees the rest of its run."""
+    writer, reader = MessageWriter(cases.BLOCK_SIZE, 1), MessageReader(cases.BLOCK_SIZE, 1, 1)
+    part = ComputedPart(num_decodes=1, seats=[2], counts=[1], sampled=[0], sampled_seats=[2])
+    for start, settled in ((8, []), (9, []), (10, [SettledSeat(1, 3, 20)]), (11, [])):
+        step = replace(part, starts=[start], last_tokens=array("i", [start]), settled=settled)
+        message = reader.read(writer.step(step))
+        assert message.step is not None
+        assert [*message.step.settled] == settled
+        is_told = message.kind is MessageKind.STEP
+        assert is_told == (start == 8 or bool(settled))
 
 
 def test_a_decode_of_64_sequences_takes_less_than_a_kilobyte():

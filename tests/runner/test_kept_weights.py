@@ -150,6 +150,8 @@ FORMS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "experts-with-biases": (named("gpt_oss"), {}),
     "layer-inputs": (named("gemma4"), {}),
     "positions": (named("gpt2"), {}),
+    "states": (named("qwen3_next"), {"quantization": "int8"}),
+    "convolutions": (named("lfm2"), {"dtype": "bfloat16"}),
     "gptq": (in_gptq, {}),
     "nvfp4": (in_nvfp4, {}),
     "gguf": (in_gguf, {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from paged import LLMEngine, SamplingParams
 from paged.runner.model_runner import ModelRunner
 from paged.runner.plan import IN_SEAT, ComputedPart, StepPlan
 from paged.runner.plan_bytes import from_bytes, to_bytes
+from paged.runner.states import run_numbers
 from paged.scheduler.schedule import Schedule, StepOutput
 from tests.support.batches import steps_from_bytes
 from tests.support.engine_uses import CASES, Case, Result, generated, greedy, sampled
@@ -27,6 +29,17 @@ KINDS = {
     **CASES,
     "chunks": Case("qwen3", {"max_num_batched_tokens": 24}, sampled),
     "drafts": Case("qwen3", {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}, repeated),
+    "drafts and states": Case(
+        "qwen3_5",
+        {
+            "speculative_config": {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False},
+            "num_blocks": 4,
+            "preemption_mode": "swap",
+            "swap_space": 0.01,
+            "watermark": 0.0,
+        },
+        repeated,
+    ),
 }
 IS_SEEN: dict[str, Callable[[StepPlan], object]] = {
     "decode": lambda plan: plan.computed.is_decode,
@@ -37,6 +50,8 @@ IS_SEEN: dict[str, Callable[[StepPlan], object]] = {
     "samples of one row": lambda plan: len({*plan.computed.sampled}) < len(plan.computed.sampled),
     "a seat that is not in the step": lambda plan: plan.computed.absent_seats,
     "drafts": lambda plan: plan.computed.num_drafting,
+    "a run that is applied": lambda plan: plan.computed.unapplied,
+    "a run that is applied before its state moves": lambda plan: plan.computed.settled,
     "copies": lambda plan: plan.computed.copies,
     "swapped out": lambda plan: plan.computed.swap_out,
     "swapped in": lambda plan: plan.computed.swap_in,
@@ -93,8 +108,18 @@ def test_a_row_that_gets_no_token_is_sampled_again(name):
     assert dropped > 2
 
 
+def test_a_step_that_applies_a_run_is_no_repetition():
+    """Nor is a batch advanced for it, whose numbers say that there is nothing to apply."""
+    part = ComputedPart(num_decodes=2, seats=[0, 1], starts=[5, 6], counts=[1, 1], sampled=[0, 1])
+    assert part.repeats([0, 1])
+    assert not replace(part, unapplied=[0, 3]).repeats([0, 1])
+    assert run_numbers(replace(part, unapplied=[0, 3])) == [0, 0, 3, 0]
+    drafting = replace(part, num_decodes=1, num_drafting=1, counts=[1, 4], unapplied=[2, 3])
+    assert run_numbers(drafting) == [2, 0, 3, 1]
+
+
 def test_an_empty_plan_is_read_back():
-    part = ComputedPart(swap_out=[], swap_in=[], copies=[], state_moves=[], asked=[])
+    part = ComputedPart(swap_out=[], swap_in=[], copies=[], state_moves=[], settled=[], asked=[])
     assert from_bytes(to_bytes(part)) == part
 
 

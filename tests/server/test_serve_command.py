@@ -20,11 +20,12 @@ import psutil
 import pytest
 
 from paged.base.errors import ConfigError, PagedError
-from paged.commands import serve
+from paged.commands import serve, serve_models
 from paged.commands.settings import from_environment, from_file
 from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.support.command_line import running
+from tests.support.fake_hub import fake_hub
 
 TYPES = {"port": int, "api_key": list[str], "seed": int, "enforce_eager": bool, "dtype": str}
 
@@ -43,7 +44,7 @@ def started(monkeypatch) -> list:
     """Collect the options of servers, which are not started."""
     found: list = []
 
-    async def record(engine_options, options, listener) -> int:  # noqa: ARG001
+    async def record(entry, engine_options, options, listeners) -> int:  # noqa: ARG001
         found.append((engine_options, options))
         return 0
 
@@ -384,3 +385,32 @@ def test_a_server_of_tenants_reads_its_keys_again_on_a_signal(tmp_path):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def test_several_names_or_a_file_make_a_server_of_several_models(run, started, tmp_path, monkeypatch):
+    found: list = []
+
+    async def record(catalog, base, options, preloaded, listeners) -> int:  # noqa: ARG001
+        found.append(([each.name for each in catalog.entries()], base, [each.name for each in preloaded]))
+        return 0
+
+    monkeypatch.setattr(serve_models, "_serve", record)
+    file = tmp_path / "models.toml"
+    file.write_text('[a]\ncheckpoint = "demo"\n[b]\ncheckpoint = "demo"\n[b.engine]\nmax_model_len = 64\n')
+    monkeypatch.setenv("PAGED_MODELS", str(file))
+    assert run("serve", "a", "--port", "0")[0] == 0  # the variable alone makes it no server of several
+    assert (len(found), started[0][0]["model"], started[0][1].models) == (0, "demo", None)
+    assert run("serve", "b", "a", "--port", "0", "--preload", "a", "--num-threads", "1")[0] == 0
+    names, base, preloaded = found[0]
+    assert (names, base["num_threads"], preloaded) == (["b", "a"], 1, ["a"])
+    with fake_hub(monkeypatch, tmp_path / "hub"):  # which is empty
+        assert run("serve", "--models", "--port", "0")[0] == 0
+        assert found[1][0] == ["a", "b"]
+    assert "memory goes with several models" in run.fails("serve", "demo", "--memory", "1GiB")
+    assert "replicas goes with one model" in run.fails("serve", "a", "b", "--replicas", "2")
+    assert "memory must be a number of bytes" in run.fails("serve", "a", "b", "--memory", "much")
+    assert "keep_alive must be" in run.fails("serve", "a", "b", "--keep-alive", "soon")
+    assert "is not here" in run.fails("serve", "a", "b", "--preload", "c")
+    assert "no such file of models" in run.fails("serve", "--models", tmp_path / "none.toml")
+    file.write_text('[a]\ncheckpint = "demo"\n')
+    assert "line 2: [a] has no key 'checkpint'" in run.fails("serve", "--models", file)

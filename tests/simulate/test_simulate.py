@@ -393,6 +393,20 @@ def test_report_says_why_requests_are_refused(command):
     assert later == "refused      20 follow a refused turn of their conversation"
 
 
+def test_a_hybrid(command):
+    """A step reads and writes the state of each of its sequences."""
+    name = str(checkpoint("qwen3_5"))
+    figures = json.loads(command(f"{QUICK} --model {name} --gpu L4 --json"))
+    assert figures["finished"] == 40
+    model, sheet = read_model(name), DATA_SHEETS["L4"]
+    efficiencies = {"flops_efficiency": 1.0, "bandwidth_efficiency": 1.0}
+    cost = Roofline(Portion.of(model), sheet, 0, overhead=0.0, **efficiencies)
+    six, seven = (cost.seconds(Work(7, num_seqs, 7, 0, 0)) for num_seqs in (6, 7))
+    element = 4 if model.dtype == "float32" else 2
+    moved = 2 * 3 * (3 * 128 * element + 4 * 12 * 20 * 4)
+    assert seven - six == pytest.approx(moved / (sheet.memory_gb_per_s * 1e9), rel=1e-3)
+
+
 def test_gpu_in_any_case(command):
     def figures(gpu):
         return {**json.loads(command(f"{QUICK} --gpu {gpu} --json")), "wall_s": 0}

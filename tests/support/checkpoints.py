@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -408,9 +409,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_5": lambda: Qwen3_5TextConfig(
         **{**SHAPE, "num_hidden_layers": 4}, **_DELTA, layer_types=_layer_types("lfll")
     ),
-    # Norms of outputs that are nearly 0 would amplify their errors.
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
-        **{**_MOE, "num_hidden_layers": 3, "rms_norm_eps": 1e-3},
+        **{**_MOE, "num_hidden_layers": 3, "rms_norm_eps": 1e-6},
         **_SMALL,
         **_DELTA,
         num_experts=6,
@@ -418,7 +418,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=_layer_types("llf"),
     ),
     "qwen3_next": lambda: Qwen3NextConfig(
-        **{**_MOE, "num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
+        **{**_MOE, "num_hidden_layers": 4, "head_dim": 32, "rms_norm_eps": 1e-6},
         **_SMALL,
         **_DELTA,
         num_experts=6,
@@ -663,10 +663,12 @@ def ragged_prompts(lengths: Sequence[int], vocab_size: int = VOCAB_SIZE, seed: i
 class Reference:
     """transformers itself, eager and in float32, one prompt at a time."""
 
+    dtype = torch.float32
+
     def __init__(self, directory: Path) -> None:
         model_class = _class_for(transformers.AutoConfig.from_pretrained(directory))
         self.model = model_class.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=self.dtype, attn_implementation="eager"
         ).eval()
         # Otherwise generate() would never choose EOS before min_new_tokens.
         self.model.generation_config.eos_token_id = None
@@ -677,26 +679,49 @@ class Reference:
         key = (tuple(prompt), max_tokens)
         if key not in self._known:
             # A fresh model: the dynamic rope of transformers remembers the longest sequence it has seen.
-            model = copy.deepcopy(self.model)
-            result = model.generate(
-                torch.tensor([list(prompt)]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
-                output_logits=True,
-                use_cache=model.config.model_type not in _WHOLE,
-                return_dict_in_generate=True,
-            )
+            result = self._generate(copy.deepcopy(self.model), torch.tensor([list(prompt)]), max_tokens)
             tokens = result.sequences[0, len(prompt) :].tolist()
             self._known[key] = tokens, torch.cat(result.logits)
         return self._known[key]
+
+    def _generate(self, model: Any, prompt: Tensor, max_tokens: int) -> Any:
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+            output_logits=True,
+            use_cache=model.config.model_type not in _WHOLE,
+            return_dict_in_generate=True,
+        )
+
+
+class ExactReference(Reference):
+    """transformers in float64, also where its code converts to float32."""
+
+    dtype = torch.float64
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.model.set_experts_implementation("eager")  # torch multiplies no groups in float64
+
+    def _generate(self, *args: Any) -> Any:
+        wider = {"float32": torch.float64, "float": torch.float64}
+        with mock.patch.multiple(torch, **wider), mock.patch.object(Tensor, "float", Tensor.double):
+            return super()._generate(*args)
 
 
 @functools.cache
 def reference(name: str) -> Reference:
     """Return transformers on one of CONFIGS. Its generated tokens are cached."""
     return Reference(checkpoint(name))
+
+
+@functools.cache
+def exact_reference(name: str) -> Reference:
+    """Return what `reference` returns, in float64."""
+    return ExactReference(checkpoint(name))
 
 
 def new_engine(model: str | Path, **options: Any) -> LLMEngine:
@@ -756,7 +781,8 @@ def poison(engine: LLMEngine) -> None:
         of_draft = draft_model.kv_cache.tensors.values()
         propose = draft_model.propose
         draft_model.propose = poison_and_propose  # type: ignore[method-assign]
-    states = () if runner.kv_cache.states is None else runner.kv_cache.states.tensors.values()
+    kept = runner.kv_cache.states
+    states = () if kept is None else (*kept.tensors.values(), *kept.run_inputs.values())
     for tensor in (*tensors, *of_draft, *states):
         tensor.fill_(POISON.get(tensor.dtype, math.nan))
     load_prefix = engine.load_prefix

@@ -137,10 +137,8 @@ def tables() -> str:
                 reasons.setdefault(row.note, []).append(name)
         neutral = any(row.treatment == "neutral" for row in rows)
         if neutral:
-            lines += [
-                "A name without a value in the table is accepted as None or empty. Any other value is refused.",
-                "",
-            ]
+            first = "A name without a value in the table is accepted as None or empty."
+            lines += [f"{first} Any other value is refused.", ""]
         lines += [
             "| accepted without effect | otherwise |" if neutral else "| not here | instead |",
             "|---|---|",

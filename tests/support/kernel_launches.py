@@ -1,6 +1,7 @@
 """What is compiled ahead of time: each kernel launched for every case that may need code of its own."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -210,6 +211,7 @@ def other_launches(
     yield "", lambda: kernels.scale_and_cap(torch.empty(num_tokens, VOCAB_SIZE), 1.0, 30.0)
     yield "", lambda: kernels.scale_rows(new(6144)[:, :size], torch.empty(num_tokens))
     yield from _state_launches(kernels, dtype, num_tokens)
+    yield from _lora_launches(kernels, dtype, num_tokens)
     planes = torch.empty(2, 4, 16, 8, 128, dtype=dtype)
     yield "", lambda: kernels.copy_blocks(planes, torch.zeros(num_tokens, 2, dtype=torch.int64))
     yield "", lambda: launch_unpack_step(num_tokens)
@@ -238,11 +240,41 @@ def _state_launches(
     states = torch.empty(4, num_heads, 128, 128)
     mixed = torch.empty(num_tokens, columns, dtype=dtype)
     yield "", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence)
+    # With the inputs of runs of 4 drafts.
+    runs = torch.zeros(1, 2, dtype=torch.int32)
+    columns_of_runs = torch.empty(4, 10, columns, dtype=dtype), runs
+    rows_of_runs = torch.empty(4, 10, columns + 2 * num_heads, dtype=dtype), runs
+    columns_of_narrow = torch.empty(4, 10, 2048, dtype=dtype), runs
+    wide = taps, None, inputs, *sequence, *columns_of_runs
+    yield "runs", lambda: kernels.short_conv(qkv, *wide, gated=False)
+    few = torch.empty(3, 2048), None, narrow, *sequence, *columns_of_narrow
+    yield "gated, runs", lambda: kernels.short_conv(gated, *few, gated=True)
+    yield "runs", lambda: kernels.gated_delta(mixed, gates, rates, rates, states, *sequence, *rows_of_runs)
     heads = torch.empty(num_tokens, num_heads, 128, dtype=dtype)
     yield "", lambda: kernels.gated_norm(heads, torch.empty(128, dtype=dtype), gate, 1e-6)
     yield from _mamba_launches(kernels, dtype, num_tokens)
     attended = torch.empty(num_tokens, 4096, dtype=dtype)
     yield "", lambda: kernels.scale_by_sigmoid(attended, gate)
+
+
+def _lora_launches(
+    kernels: Kernels, dtype: torch.dtype, num_tokens: int
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield launches of adapters of rank 16 and 64, for Q, K and V and for `down` of Llama-3.2-1B."""
+    slots = torch.zeros(num_tokens, dtype=torch.int32)
+    for sizes, in_features, rank in (((2048, 512, 512), 2048, 16), ((2048,), 8192, 64)):
+        ends = [*accumulate(sizes)]
+        columns = [[end - size, end, i] for i, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+        given = (
+            torch.empty(num_tokens, in_features, dtype=dtype),
+            torch.empty(num_tokens, ends[-1], dtype=dtype),
+            torch.empty(4, len(sizes), rank, in_features, dtype=dtype),
+            torch.empty(4, rank, ends[-1], dtype=dtype),
+            torch.zeros(4, len(sizes), dtype=torch.int32),
+            torch.tensor(columns, dtype=torch.int32),
+            slots,
+        )
+        yield f"{rank}x{len(sizes)}", lambda given=given: kernels.add_lora(*given)
 
 
 def _mamba_launches(

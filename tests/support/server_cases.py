@@ -9,15 +9,14 @@ from enum import Enum
 from typing import NamedTuple
 
 from paged.protocol.endpoints import ROUTES
-from tests.support.api_fields import BODIES
 from tests.support.mutations import dumps
-from tests.support.server_bodies import JSON, new_body, valid_body
+from tests.support.server_bodies import JSON, VALID, new_body, valid_body
 from tests.support.small_server import MODEL
 
 # Those that answer 200 in an idle server, and whose answer has an end.
 GETS = [route.path for route in ROUTES if route.method == "GET" and route.access not in ("admin", "watch")]
 GETS.remove("/v1/responses/{response}")
-POSTS = [*BODIES]
+POSTS = [*VALID]
 # Of what is no request to a route, or is refused before it reaches one.
 PROTOCOL_STATUSES = frozenset({400, 404, 405, 408, 413, 415, 431})
 

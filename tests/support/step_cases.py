@@ -179,6 +179,16 @@ def _fork(engine: LLMEngine, params: SamplingParams) -> None:
         engine.step()
 
 
+def _fork_behind_drafts(engine: LLMEngine, params: SamplingParams) -> None:
+    """Fork a request whose last run of drafts its state has not seen."""
+    engine.add_request("parent", PROMPTS[0], params)
+    while not engine.stats().num_draft_tokens:
+        engine.step()
+    engine.fork("parent", "child")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
 def _beams(engine: LLMEngine, _: SamplingParams) -> None:
     engine.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True), use_tqdm=False)
 
@@ -283,6 +293,7 @@ OF_THE_HOST = {
 _SWAP = {**TINY, "preemption_mode": "swap", "swap_space": 0.01}
 _LONG = {"max_tokens": 24}
 _DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}
+_STATES = ("qwen3_5", "lfm2")  # models with layers that keep some
 _EDITS = {
     name: value
     for case in ("presence_penalty", "repetition_penalty", "bad_words of several tokens", "min_tokens")
@@ -318,6 +329,18 @@ _USES = [
     Case("beams", use=_beams, counted=("copy",)),
     Case("fork", use=_fork, counted=("copy",)),
     Case("drafts", _DRAFTS, counted=("drafts",), use=_generate_again),
+    *(Case(f"drafts, model {name}", _DRAFTS, _LONG, model=name, counted=("drafts",)) for name in _STATES),
+    *(
+        Case(
+            f"fork behind drafts, model {name}",
+            _DRAFTS,
+            _LONG,
+            model=name,
+            use=_fork_behind_drafts,
+            counted=("copy",),
+        )
+        for name in _STATES
+    ),
     Case("drafts of edited logits", _DRAFTS, _EDITS, counted=("drafts",), use=_generate_again),
     Case("drafts with DRY", _DRAFTS, DRY, counted=("drafts",), use=_generate_again),
     Case(

@@ -262,6 +262,21 @@ def _relu_squared(kernels: Kernels, generator: random.Random) -> Call:
     return Call("relu_squared", kernels.relu_squared, {"x": x}, ("x",), expected=reference.relu_squared)
 
 
+def _add_lora(kernels: Kernels, generator: random.Random) -> Call:
+    dtype, num_tokens = _dtype(generator), generator.randint(0, 4)
+    in_features, size, rank = generator.choice([8, 37]), generator.choice([16, 37]), generator.randint(1, 5)
+    arguments = {
+        "x": torch.randn(num_tokens, in_features).to(dtype),
+        "out": torch.randn(num_tokens, size).to(dtype),
+        "a": torch.randn(2, 2, rank, in_features).to(dtype),
+        "b": torch.randn(2, rank, size).to(dtype),
+        "ranks": torch.randint(0, rank + 1, (2, 2), dtype=torch.int32),
+        "columns": torch.tensor([[0, 9, 1], [9, size, 0]], dtype=torch.int32),
+        "slots": torch.randint(-1, 2, (num_tokens,), dtype=torch.int32),
+    }
+    return Call("add_lora", kernels.add_lora, arguments, ("out",), expected=reference.add_lora)
+
+
 def _sequences(generator: random.Random) -> tuple[dict[str, Any], int]:
     """Make the slots and lengths of ragged sequences. Return also how many tokens they have."""
     lengths = [generator.randint(0, 3) for _ in range(generator.randint(1, 3))]
@@ -548,7 +563,7 @@ _MAKERS: list[Callable[[Kernels, random.Random], Call]] = [
     _scale_and_cap, _scale_rows, _rotary_store_kv, _copy_blocks, _attention, _greedy, _mask_logits,
     _token_logprobs, _apply_penalties, _sample_tokens, _clamped_swiglu, _route, _sort_by_expert,
     _grouped_linear, _sum_experts, _scale_by_sigmoid, _gated_norm, _short_conv, _gated_delta,
-    _mamba2_scan, _relu_squared,
+    _mamba2_scan, _relu_squared, _add_lora,
 ]  # fmt: skip
 
 

@@ -39,6 +39,7 @@ SECONDS = {
     "linear.pack_bf12.pack_bf12": 0.5,
     "linear.pack_codes.pack_codes": 0.7,
     "rows.add.add": 0.5,
+    "rows.add_lora.add_lora": 1.0,
     "rows.clamped_swiglu.clamped_swiglu": 0.5,
     "rows.gated_norm.gated_norm": 0.7,
     "rows.gelu_and_mul.gelu": 0.7,

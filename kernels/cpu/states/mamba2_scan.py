@@ -7,8 +7,7 @@ from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
 from ..rows.row_kernels import has_regular_rows, in_torch
 from ..target import LANES, padded
-
-WIDE = 4  # vectors of a unit's columns
+from .gated_delta import WIDE
 
 MAMBA2_SCAN = Task(
     "states.mamba2_scan.mamba2_scan",
@@ -42,8 +41,8 @@ def mamba2_scan(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply the state space of Mamba-2 to the tokens of each sequence; see `reference.mamba2_scan`.
 
-    A unit is a part of the columns of one head's state: columns are independent, and threads share a head.
-    Prompts and decodes run the same code.
+    A unit of work is a part of the columns of one head's state. Columns are independent, so several threads
+    can share a head. Prompts and decodes run the same code.
     """
     if not (has_regular_rows(x, time_steps) and are_contiguous(states[:1])):
         return by_torch(

@@ -13,8 +13,8 @@ RING = 8  # rows of the scratch memory: a power of two, at least the widest conv
 
 SHORT_CONV = Task(
     "states.short_conv.short_conv",
-    ("x", "weight", "bias", "states", "slots", "seq_lens", "cu_seqlens_q", "out"),
-    ("kind", "gated", "num_tokens", "size", "width", "x_stride", "state_stride"),
+    ("x", "weight", "bias", "states", "slots", "seq_lens", "cu_seqlens_q", "run_inputs", "runs", "out"),
+    ("kind", "gated", "num_tokens", "size", "width", "num_places", "x_stride", "state_stride", "run_stride"),
 )
 
 
@@ -30,13 +30,16 @@ def short_conv(
     slots: Tensor,  # i32[num_seqs], each another
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    run_inputs: Tensor | None = None,  # [num_slots, num_places, size], like x, written in place
+    runs: Tensor | None = None,  # i32[num_seqs, 2]: see `reference.short_conv`
     *,
     gated: bool,
 ) -> Tensor:  # [num_tokens, size]
     """Convolve the tokens of each sequence along time; see `reference.short_conv`."""
     width, size = weight.shape
-    if not (has_regular_rows(x) and are_contiguous(states[:1])):
-        return by_torch(x, weight, bias, states, slots, seq_lens, cu_seqlens_q, gated=gated)
+    sequences = slots, seq_lens, cu_seqlens_q, run_inputs, runs
+    if not (has_regular_rows(x) and are_contiguous(states[:1]) and has_regular_places(run_inputs)):
+        return by_torch(x, weight, bias, states, *sequences, gated=gated)
     out = x.new_empty(len(x), size)
     SHORT_CONV.run(
         -(-size // COLUMNS),
@@ -48,13 +51,22 @@ def short_conv(
         slots=slots,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
+        run_inputs=run_inputs,
+        runs=runs,
         out=out,
         kind=KINDS[x.dtype],
         gated=gated,
         num_tokens=len(x),
         size=size,
         width=width,
+        num_places=1 if run_inputs is None else run_inputs.shape[1],
         x_stride=x.stride(0) * x.itemsize,
         state_stride=states.stride(0) * states.itemsize,
+        run_stride=0 if run_inputs is None else run_inputs.stride(0) * run_inputs.itemsize,
     )
     return out
+
+
+def has_regular_places(run_inputs: Tensor | None) -> bool:
+    """Return whether the kernels can read the inputs of runs, if there are any."""
+    return run_inputs is None or are_contiguous(run_inputs[:1])

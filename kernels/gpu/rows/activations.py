@@ -117,8 +117,8 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
 def relu_squared(x: Tensor) -> None:  # [num_rows, size]
     """Replace x by max(x, 0)², in place (So et al., Primer, 2021).
 
-    Computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or stride that
-    does not fit.
+    The result is computed in float32 and rounded once to x's dtype. Raises ValueError for a shape, dtype or
+    stride that does not fit.
     """
     launch, _ = _relu_squareds.find(combination((x,)), x)
     launch(x, None, None)

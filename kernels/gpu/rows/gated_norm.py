@@ -62,10 +62,11 @@ def gated_norm(
 ) -> Tensor:  # [num_tokens, num_heads * size]
     """Return weight * x / sqrt(mean(x²) + eps) * silu(gate), with the mean over each head.
 
-    gate_first: x is multiplied by silu(gate) before the norm. Without a weight there is no norm.
+    gate_first: whether x is multiplied by silu(gate) before the norm instead. weight: None: no norm, only the
+        product x * silu(gate).
 
-    Computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or value that does not
-    fit.
+    The result is computed in float32 and rounded once. Raises ValueError for a shape, dtype, stride or value
+    that does not fit.
     """
     given = x, weight, gate, eps, gate_first
     launch, size = _launches.find(combination(given[:3], *given[3:]), *given)

@@ -103,7 +103,7 @@ def mamba2_scan(
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
     """Apply the state space of Mamba-2 to the tokens of each sequence; see `reference.mamba2_scan`.
 
-    A program keeps some columns of a head's state in registers, and goes through the tokens of a sequence.
+    A program holds some columns of a head's state in registers and loops over the tokens of a sequence.
     Raises ValueError for a shape, dtype, stride or value that does not fit.
     """
     tensors = x, time_steps, rates, time_bias, skip, states, slots, seq_lens, cu_seqlens_q

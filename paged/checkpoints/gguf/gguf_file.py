@@ -109,8 +109,8 @@ class GgufTensor(FileTensor):
     """A tensor of an open GGUF file. Its rows may be read in another order than the file's.
 
     order: i64[n], the order in which each n consecutive rows of the file are read.
-    columns: the input of the model that each column of the file is for. Floats are read in the order of
-        inputs; whoever reads blocks orders their numbers.
+    columns: for each column in the file, the number of the model's input. `read` returns floats in the order
+        of the inputs; callers that read blocks must reorder the numbers themselves.
     """
 
     config: ClassVar[str] = "its metadata"

@@ -23,6 +23,9 @@ class LayerStates(NamedTuple):
 
     last_inputs: Tensor  # [num_slots, width - 1, columns], of the convolution, in the dtype of activations
     matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
+    # [num_seats, num_run_places, numbers] of tokens of runs; None: there are no drafts, or no matrices
+    run_columns: Tensor | None = None  # what the convolution reads
+    run_rows: Tensor | None = None  # what the delta rule reads
 
 
 class Run(NamedTuple):
@@ -44,8 +47,12 @@ class StateCache:
     The first num_slots slots are the seats of running requests, on the device. Further slots are in host
     memory.
 
+    A run of drafts leaves the state of its seat as it was. The inputs of its tokens are stored; the tokens
+    that turn out right are applied by the next step of the seat, or before its state is moved.
+
     tensors: "last_inputs" and, if the layers have them, "matrices": [num_layers, num_slots, numbers].
     host: the same tensors for the slots in host memory.
+    run_inputs: "columns" and, if the layers have matrices, "rows": [num_layers, num_seats, places * numbers].
     """
 
     def __init__(
@@ -56,6 +63,9 @@ class StateCache:
         num_host_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        num_seats: int = 0,
+        num_run_places: int = 0,
     ) -> None:
         self.num_slots = num_slots
         specs = states_of(config, part)
@@ -71,6 +81,11 @@ class StateCache:
                 self.tensors[name] = torch.empty(own, dtype=kind, device=device)
                 held = len(specs), num_host_slots, size
                 self.host[name] = torch.empty(held, dtype=kind, pin_memory=pinned)
+        self.run_inputs = {
+            name: torch.empty(len(specs), num_seats, num_run_places * size, dtype=dtype, device=device)
+            for name, size in zip(("columns", "rows"), spec.run_inputs, strict=True)
+            if size and num_run_places
+        }
         self._layers = {}
         for number, layer in enumerate(specs):
             views = {
@@ -78,7 +93,13 @@ class StateCache:
                 for name, (shape, _) in shapes.items()
                 if name in self.tensors
             }
-            self._layers[layer] = LayerStates(views["last_inputs"], views.get("matrices"))
+            runs = {
+                name: tensor[number].view(num_seats, num_run_places, -1)
+                for name, tensor in self.run_inputs.items()
+            }
+            self._layers[layer] = LayerStates(
+                views["last_inputs"], views.get("matrices"), runs.get("columns"), runs.get("rows")
+            )
 
     def layer(self, index: int) -> LayerStates:
         """Return the states of one layer."""
@@ -86,8 +107,8 @@ class StateCache:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all slots on the device, in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """The size of all slots on the device, and of the inputs of runs, in bytes."""
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.run_inputs.values()))
 
     def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
         """Return the moves, host slots counted from 0, and the runs of moves that can be made at once."""

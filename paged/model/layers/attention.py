@@ -105,7 +105,7 @@ class Attention(Loadable):
         If queries have gates, the gates come first, as num_heads further heads.
         """
         angles = rows.angles[self.rope]
-        made: Tensor = self.qkv(hidden)
+        made: Tensor = self.qkv(hidden, rows.adapters)
         qkv = made[:, self.num_gates * self.head_dim :] if self.num_gates else made
         options: dict[str, Any] = {}
         if self.query_norm is not None:
@@ -171,7 +171,9 @@ class Attention(Loadable):
             most = min(most, self.kernels.most_decode_q(self.head_dim, group, query.dtype, key_cache.dtype))
         return most
 
-    def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:
+    def attend(
+        self, query: Tensor, queries: Queries, kv_cache: KVCache, adapters: Tensor | None = None
+    ) -> Tensor:
         """Attend to the cache: [num_queries, num_heads, head_dim] -> [num_queries, hidden_size]."""
         gates = None
         if self.num_gates:
@@ -198,7 +200,7 @@ class Attention(Loadable):
         attended = self.kernels.paged_attention(*inputs, plan).flatten(1)
         if gates is not None:
             self.kernels.scale_by_sigmoid(attended, gates.flatten(1))
-        return gather(self.output(gather(attended, self.shard)), self.shard)
+        return gather(self.output(gather(attended, self.shard), adapters), self.shard)
 
 
 def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> StoredRows:

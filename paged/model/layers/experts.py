@@ -46,7 +46,8 @@ def _parameter(like: Tensor) -> nn.Parameter:
 class Experts(ManyExperts):
     """The sum over a token's experts of weight * down(act(gate(x)) * up(x)), and the shared MLP.
 
-    Experts may lack the gate, and may work on a projection of x: the sum is projected back then.
+    Experts may have no gate. They may also work on a projection of x, in which case their sum is projected
+    back.
 
     While loading, each projection of an expert is a `Linear`, so that experts are read, quantised and
     converted one matrix at a time, like other weights. Afterwards one grouped product multiplies by all of

@@ -44,14 +44,15 @@ class PerLayerEmbeddings(nn.Module):
         dtype = self.per_layer_projection_norm.weight.dtype
         self.factor = float(torch.tensor(self.size**0.5, dtype=dtype, device="cpu"))
 
-    def forward(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, embedded: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return the vectors of all layers, [num_tokens, num_layers * size].
 
         embedded: [num_tokens, hidden_size], already multiplied by the embedding's scale.
+        adapters: see `Batch`.
         """
         inputs: Tensor = self.embed_tokens_per_layer(token_ids)
         self.kernels.scale_and_cap(inputs, self.factor)
-        projected = gather(self.per_layer_model_projection(embedded), self.shard)
+        projected = gather(self.per_layer_model_projection(embedded, adapters), self.shard)
         by_layer = projected.view(-1, self.size)
         self.per_layer_projection_norm.into(by_layer, inputs.view(-1, self.size), add=True)
         return inputs
@@ -85,11 +86,13 @@ class PerLayerGate(nn.Module):
             config.hidden_size, 2 * config.norm.eps, kernels, f"{name}.post_per_layer_input_norm"
         )
 
-    def forward(self, inputs: Tensor, residual: Tensor) -> None:
+    def forward(self, inputs: Tensor, residual: Tensor, adapters: Tensor | None = None) -> None:
         """Update the residual [num_tokens, hidden_size] in place.
 
         inputs: the per-layer vectors of this part's layers.
+        adapters: see `Batch`.
         """
-        gated = self.kernels.gelu_and_mul(self.per_layer_input_gate(residual), inputs[:, self.columns])
-        projected = gather(self.per_layer_projection(gather(gated, self.shard)), self.shard)
+        gate = self.per_layer_input_gate(residual, adapters)
+        gated = self.kernels.gelu_and_mul(gate, inputs[:, self.columns])
+        projected = gather(self.per_layer_projection(gather(gated, self.shard), adapters), self.shard)
         self.post_per_layer_input_norm.into(projected, residual, add=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,20 @@ if TYPE_CHECKING:
     from ...kernels.operations import Kernels
 
 
+class AddsAdapters(Protocol):
+    """The matrices of LoRA adapters for one layer: see `lora.LoraLayer`."""
+
+    def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
+        """Add what each token's adapter makes of x to the layer's output."""
+
+
 class Linear(Loadable):
     """y = x Wᵀ + b. The layer can be called once its weight has been converted to a `WeightForm`.
 
     role: "gated" if the first half of the outputs are gates for the second half; the form may apply the gates
         itself.
     num_precise: in an int4 model, the weights of this many last outputs are in int8.
+    lora: the matrices of LoRA adapters; None: the layer takes none.
     """
 
     form: WeightForm
@@ -42,11 +50,16 @@ class Linear(Loadable):
         self.in_features = in_features
         self.role = role
         self.num_precise = num_precise
+        self.lora: AddsAdapters | None = None
         self.weight = nn.Parameter(torch.empty(stored.num_rows, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:  # [num_tokens, in_features] -> [num_tokens, out_features]
-        return self.form(x, self.bias)
+    def forward(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # -> [num_tokens, out_features]
+        """Multiply x [num_tokens, in_features] by the weight. adapters: see `Batch`."""
+        out = self.form(x, self.bias)
+        if adapters is not None and self.lora is not None:
+            self.lora.add(x, out, adapters)
+        return out
 
     def load(self, loader: Loader) -> None:
         if self.bias is not None:

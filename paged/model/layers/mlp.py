@@ -50,10 +50,11 @@ class MLP(nn.Module):
         self.gate_up = Linear(config.hidden_size, stored, bias=spec.bias, role=role)
         self.down = _down(config, layer, spec, shard, name)
 
-    def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        hidden = self.gate_up(hidden)
+    def forward(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """Return what the MLP makes of hidden states [num_tokens, hidden_size]."""
+        hidden = self.gate_up(hidden, adapters)
         inner = hidden if self.gate_up.form.gated else self.activate(hidden)
-        return gather(self.down(gather(inner, self.shard)), self.shard)
+        return gather(self.down(gather(inner, self.shard), adapters), self.shard)
 
 
 class PlainMLP(nn.Module):
@@ -80,13 +81,14 @@ class PlainMLP(nn.Module):
         self.up = Linear(config.hidden_size, stored, bias=spec.bias)
         self.down = _down(config, layer, spec, shard, name)
 
-    def forward(self, hidden: Tensor) -> Tensor:  # [num_tokens, hidden_size] -> the same
-        hidden = self.up(hidden)
+    def forward(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """Return what the MLP makes of hidden states [num_tokens, hidden_size]."""
+        hidden = self.up(hidden, adapters)
         if self.activation == "relu_squared":
             self.kernels.relu_squared(hidden)
         else:
             self.kernels.gelu(hidden, tanh=self.activation == "gelu_tanh")
-        return gather(self.down(gather(hidden, self.shard)), self.shard)
+        return gather(self.down(gather(hidden, self.shard), adapters), self.shard)
 
 
 def new_mlp(

@@ -216,14 +216,15 @@ class TokenRows(NamedTuple):
 
     angles: the angles of each rotary embedding of the model.
     inputs: the per-layer vectors of all layers, see PerLayerEmbeddings; None if the model has none.
-    real_count: see `Batch`.
+    real_count, adapters: see `Batch`.
     """
 
     angles: Sequence[Angles]
     inputs: Tensor | None
     real_count: Tensor | None = None
+    adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n]."""
+        """Return the rows with these indices, i64[n], but for their adapters."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

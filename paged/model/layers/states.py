@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...architectures.config import LAYERS, ModelConfig
 from ...architectures.states import StateSpec
-from ...checkpoints.stored import StoredRows, ValueCheck, float_layout
+from ...checkpoints.stored import StoredRows, ValueCheck
 from ..batch import Batch, Queries
 from ..cache.kv_cache import KVCache
 from ..cache.states import LayerStates
@@ -31,6 +31,15 @@ def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Sh
     return kinds[config.states[layer].kind](config, layer, kernels, shard)
 
 
+class Sequences(NamedTuple):
+    """The sequences of a step, by their states."""
+
+    seats: Tensor  # i32[num_seqs]: the slots of states
+    seq_lens: Tensor  # i32[num_seqs]
+    cu_seqlens_q: Tensor  # i32[num_seqs + 1]
+    runs: Tensor | None  # i32[num_seqs, 2], see `Batch.runs`
+
+
 class StateLayer(nn.Module):
     """A recurrent sublayer, in place of attention, called in two steps.
 
@@ -39,6 +48,7 @@ class StateLayer(nn.Module):
     """
 
     output: Linear
+    input_size: int  # the numbers of a token that change the state
     is_gathered = False  # whether what `project` returns is that of all shards
 
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> None:
@@ -58,10 +68,26 @@ class StateLayer(nn.Module):
         """Update the states with the new tokens. Return the tokens' outputs before the output projection."""
         assert kv_cache.states is not None, "a model with states has a cache of them"
         assert batch.seats is not None, "the batch of such a model says where they are"
-        return self.advance(hidden, kv_cache.states.layer(self.layer), batch.seats, batch.queries)
+        queries = batch.queries
+        sequences = Sequences(batch.seats, queries.seq_lens, queries.cu_seqlens_q, batch.runs)
+        return self.advance(hidden, kv_cache.states.layer(self.layer), sequences)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         """Do the work of `project` with the states of this layer."""
+        raise NotImplementedError
+
+    def apply_runs(self, states: LayerStates, sequences: Sequences) -> None:
+        """Apply the tokens of last runs to the states, outside of a step. Sequences have a run of one token.
+
+        Its inputs are zeros, and nothing of it stays: the next run takes its place.
+        """
+        inputs = states.last_inputs
+        num_tokens = len(sequences.seats)
+        zeros = inputs.new_zeros(num_tokens, self.input_size)
+        self.advance_inputs(zeros, states, sequences)
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        """Bring the states forward by tokens with these inputs, [num_tokens, input_size]."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
@@ -97,6 +123,7 @@ class GatedDelta(StateLayer):
             gates = gates.take(heads)
         # int4 keeps the gates in int8: there are few.
         num_gates = 2 * self.spec.num_heads
+        self.input_size = self.spec.columns + num_gates
         self.inputs = Linear(config.hidden_size, stored, bias=False, num_precise=num_gates)
         self.conv = ConvWeight(conv, whole.width, bias=False)
         self.decay = Decay(gates, whole)
@@ -104,21 +131,32 @@ class GatedDelta(StateLayer):
         num_values = whole.num_heads * whole.value_dim
         self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
-        kernels = self.kernels
-        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
         made: Tensor = self.inputs(hidden)
         sizes = [spec.columns, spec.num_heads * spec.value_dim, 2 * spec.num_heads]
         qkv, gate, gates = torch.split(made, sizes, dim=1)
-        qkv = kernels.short_conv(
-            qkv, self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=False
-        )
-        assert states.matrices is not None, "the delta rule keeps matrices"
-        decay = self.decay
-        out = kernels.gated_delta(qkv, gates, decay.rates, decay.dt_bias, states.matrices, *sequences)
-        normed = kernels.gated_norm(out, self.norm.weight, gate, self.norm.eps)
+        out = self._advance(qkv, gates, states, sequences)
+        normed = self.kernels.gated_norm(out, self.norm.weight, gate, self.norm.eps)
         return normed.view(out.shape)
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        qkv, gates = torch.split(inputs, [self.spec.columns, 2 * self.spec.num_heads], dim=1)
+        return self._advance(qkv, gates, states, sequences)
+
+    def _advance(self, qkv: Tensor, gates: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        where = seats, seq_lens, cu_seqlens_q
+        conv = self.conv
+        decay = self.decay
+        assert states.matrices is not None, "the delta rule keeps matrices"
+        kept = states.last_inputs
+        qkv = self.kernels.short_conv(
+            qkv, conv.weight, conv.bias, kept, *where, states.run_columns, runs, gated=False
+        )
+        return self.kernels.gated_delta(
+            qkv, gates, decay.rates, decay.dt_bias, states.matrices, *where, states.run_rows, runs
+        )
 
 
 class Mamba2(StateLayer):
@@ -156,19 +194,19 @@ class Mamba2(StateLayer):
         self.groups = num_groups, whole.num_values // whole.num_key_heads
         self.output = self._new_output(config, f"{name}.out_proj", whole.num_values, bias=whole.output_bias)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
         kernels = self.kernels
-        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        assert runs is None, "Mamba-2 has no runs of drafts: see KINDS_WITH_RUNS"
+        where = seats, seq_lens, cu_seqlens_q
         made: Tensor = self.inputs(hidden)
         gate, x, steps = torch.split(made, [spec.num_values, spec.columns, spec.num_heads], dim=1)
-        x = kernels.short_conv(
-            x, self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=False
-        )
+        x = kernels.short_conv(x, self.conv.weight, self.conv.bias, states.last_inputs, *where, gated=False)
         assert states.matrices is not None, "Mamba-2 keeps matrices"
         decay = self.decay
         given = decay.rates, decay.dt_bias, decay.D, states.matrices
-        out = kernels.mamba2_scan(x, steps, *given, *sequences, limits=spec.limits)
+        out = kernels.mamba2_scan(x, steps, *given, *where, limits=spec.limits)
         if self.is_gathered:
             out = gather(out.flatten(1), self.shard)
             gate = gather(gate, self.shard)
@@ -195,14 +233,20 @@ class ShortConv(StateLayer):
             conv = conv.take(own)
         self.inputs = Linear(config.hidden_size, stored, bias=whole.bias)
         self.conv = ConvWeight(conv, whole.width, bias=whole.conv_bias)
+        self.input_size = 3 * self.spec.columns
         self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.output_bias)
 
-    def advance(self, hidden: Tensor, states: LayerStates, seats: Tensor, queries: Queries) -> Tensor:
-        sequences = seats, queries.seq_lens, queries.cu_seqlens_q
-        out = self.kernels.short_conv(
-            self.inputs(hidden), self.conv.weight, self.conv.bias, states.last_inputs, *sequences, gated=True
+    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        return self.advance_inputs(self.inputs(hidden), states, sequences)[:, None]
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        where = seats, seq_lens, cu_seqlens_q
+        conv = self.conv
+        kept = states.last_inputs
+        return self.kernels.short_conv(
+            inputs, conv.weight, conv.bias, kept, *where, states.run_columns, runs, gated=True
         )
-        return out[:, None]
 
 
 class ConvWeight(Loadable):
@@ -222,7 +266,7 @@ class ConvWeight(Loadable):
 
 
 class Weights(Loadable):
-    """The weights of a norm, a number for each stored row."""
+    """The weights of a norm, one number for each stored row."""
 
     def __init__(self, stored: StoredRows) -> None:
         super().__init__(stored)
@@ -232,7 +276,7 @@ class Weights(Loadable):
 class Decay(Loadable):
     """The decay of each head's state: a factor e^(rate softplus(a + dt_bias)) with rate -e^A_log.
 
-    For Mamba-2 the module also has D, by which inputs are multiplied before they are added to outputs.
+    For Mamba-2 the module also has D: the inputs times D are added to the outputs.
     """
 
     rates: Tensor
@@ -248,23 +292,21 @@ class Decay(Loadable):
         self.has_rates = spec.has_rates
 
     def load(self, loader: Loader) -> None:
-        layout = float_layout(self.dt_bias)
         if self.has_rates:
             check = ValueCheck(
                 lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate"
             )
-            self.rates = loader.read(self.stored, "A", layout._replace(check=check))
+            self.rates = loader.parameter(self.stored, "A", self.A, check).data
             del self.A
         else:
             check = ValueCheck(
                 lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's"
             )
-            self.rates = -loader.read(self.stored, "A_log", layout._replace(check=check)).exp()
+            self.rates = -loader.parameter(self.stored, "A_log", self.A_log, check).exp()
             del self.A_log
-        finite = layout._replace(check=ValueCheck(lambda x: ~x.isfinite(), "be finite"))
-        for name, _ in list(self.named_parameters()):
-            value = loader.read(self.stored, name, finite)
-            setattr(self, name, nn.Parameter(value, requires_grad=False))
+        finite = ValueCheck(lambda x: ~x.isfinite(), "be finite")
+        for name, parameter in list(self.named_parameters()):
+            setattr(self, name, loader.parameter(self.stored, name, parameter, finite))
 
 
 def _stored_inputs(spec: StateSpec, name: str) -> StoredRows:

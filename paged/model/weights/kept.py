@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...checkpoints.stored import StoredRows
+from ...checkpoints.stored import StoredRows, ValueCheck
 from ...kernels.panels import Panels
 from . import panels
 from .forms import Role, WeightForm
@@ -60,8 +60,10 @@ class RecordingLoader(Loader):
 
     made: list[tuple[str, Tensor | WeightForm]] = field(default_factory=list)
 
-    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
-        found = Loader.parameter(self, rows, name, like)
+    def parameter(
+        self, rows: StoredRows, name: str, like: Tensor, check: ValueCheck | None = None
+    ) -> nn.Parameter:
+        found = Loader.parameter(self, rows, name, like, check)
         self.made.append((_name_of(rows, name), found))
         return found
 
@@ -83,7 +85,13 @@ class KeptLoader(Loader):
     described: Iterator[list[Any]] = field(default_factory=lambda: iter(()))
     tensors: Tensors = ()
 
-    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+    def parameter(
+        self,
+        rows: StoredRows,
+        name: str,
+        like: Tensor,
+        check: ValueCheck | None = None,  # noqa: ARG002
+    ) -> nn.Parameter:
         value = self.tensors[self._next(_name_of(rows, name))]
         if value.shape != like.shape or value.dtype != like.dtype:
             raise KeptError(f"{name} of {list(like.shape)} was kept as {list(value.shape)}")

@@ -29,6 +29,7 @@ from ...checkpoints.stored import (
     StoredRows,
     StoredTensor,
     StoredWeight,
+    ValueCheck,
     check_values,
     float_layout,
     format_of,
@@ -162,13 +163,16 @@ class Loader:
         """The loader of weights that stay floats in a quantised model."""
         return self if self.float_forms is None else replace(self, forms=self.float_forms)
 
-    def parameter(self, rows: StoredRows, name: str, like: Tensor) -> nn.Parameter:
+    def parameter(
+        self, rows: StoredRows, name: str, like: Tensor, check: ValueCheck | None = None
+    ) -> nn.Parameter:
         """Read a float parameter; if the checkpoint lacks it, return ones.
 
-        like: the parameter on the meta device.
+        like: the parameter on the meta device. check: what its values must be; None: finite.
         """
         if rows.parts:
-            value = self.read(rows, name, float_layout(like))
+            layout = float_layout(like)
+            value = self.read(rows, name, layout if check is None else layout._replace(check=check))
         else:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)

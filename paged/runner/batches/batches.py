@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from ...device.transfers import Upload
+from ...device.transfers import Sent, Upload
 from ...model.batch import Batch
 from ..plan import ComputedPart
 
@@ -34,3 +35,25 @@ class Batches(Protocol[Step]):
 
     def record(self, step: Step, tokens: Tensor) -> None:
         """Store a step's drawn tokens, i64[num_logits], for the next step to read."""
+
+
+class StepAdapters(NamedTuple):
+    """The slots of adapters in a step, i32: of its tokens, and of its output rows."""
+
+    by_token: Sent
+    by_output: Sent
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return both on the device, once the upload is sent."""
+        return self.by_token.tensor, self.by_output.tensor
+
+
+def put_adapters(plan: ComputedPart, upload: Upload) -> StepAdapters:
+    """Add the slots of the adapters in a step to the upload."""
+    by_token: list[int] = []
+    for slot, count in zip(plan.adapters, plan.counts, strict=True):
+        by_token += [slot] * count
+    by_output = [plan.adapters[row] for row in plan.sampled]
+    for run in plan.asked:
+        by_output += [plan.adapters[run.row]] * (run.end - run.start)
+    return StepAdapters(upload.put(by_token, torch.int32), upload.put(by_output, torch.int32))

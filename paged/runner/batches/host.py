@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from ...architectures.spec import LongContext
 from ...device.transfers import Sent, Upload, arrived
 from ...model.batch import Batch, Queries
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 Tables: TypeAlias = "list[array[int]]"  # the block tables of one sequence, one for each layer group
 
@@ -36,7 +37,9 @@ class _Step:
     sampled_seats: NDArray[np.intp]
     decoding: list[int] | None  # the seats, if the batch may be advanced in place
     seats: Sent | None = None  # where states are
+    runs: Sent | None = None  # of drafts, where there are states
     decodes: _Decodes | None = None  # what is kept to do so
+    adapters: StepAdapters | None = None
 
 
 class HostBatches:
@@ -60,11 +63,13 @@ class HostBatches:
         long_context: LongContext | None = None,
         num_kept: int = 1,
         with_seats: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self.num_kept = num_kept
         self.with_seats = with_seats
+        self.run_numbers = run_numbers
         self.with_rope_lens = with_rope_lens
         self.long_context = long_context
         self.last_tokens = np.zeros(max_num_seqs, np.int64)
@@ -106,8 +111,11 @@ class HostBatches:
             output_queries=output_queries,
             num_logits=step.num_logits,
             seats=arrived(step.seats),
+            runs=None if step.runs is None else step.runs.tensor.view(-1, 2),
             is_decode=step.is_decode,
         )
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         if step.decoding is not None:
             step.decodes = _Decodes(step.decoding, step, batch)
             self._kept.append(step.decodes)
@@ -199,6 +207,8 @@ class HostBatches:
             is_decode=is_decode,
             sampled_seats=np.array(plan.sampled_seats, np.intp),
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             decoding=plan.seats if is_decode and plan.is_decode and self.device.type == "cpu" else None,
         )
 
@@ -217,6 +227,8 @@ class HostBatches:
         drawn = plan.last_tokens or last.drawn
         assert drawn is not None, "a batch is advanced by tokens"
         last.token_ids[:] = drawn
+        if last.batch.runs is not None:
+            last.batch.runs.zero_()  # its step has applied all of them
         for numbers in last.growing:
             numbers += 1
         start = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from ...kernels.seats import (
 from ...model.batch import Batch, Queries
 from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
+from .batches import StepAdapters, put_adapters
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 MOST_PARTS = 1024  # of the static tensors that are kept
@@ -82,6 +83,8 @@ class _Step(NamedTuple):
     num_logits: int
     sampled: tuple[Sent, Sent] | None
     seats: Sent | None  # where states are
+    runs: Sent | None  # of drafts, where there are states
+    adapters: StepAdapters | None
     last_tokens: tuple[Sent, Sent] | None  # seats, and the tokens that another process has drawn for them
     rope_offsets: Sent | None = None  # of each token
 
@@ -117,11 +120,13 @@ class SeatedBatches:
         with_rope_lens: bool = False,
         long_context: LongContext | None = None,
         with_seats: bool = False,
+        run_numbers: Callable[[ComputedPart], list[int]] | None = None,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
         self.with_rope_lens = with_rope_lens
         self.with_seats = with_seats
+        self.run_numbers = run_numbers
         self._num_groups = num_groups
         self.long_context = long_context
         self._split_keys = split_keys
@@ -173,7 +178,8 @@ class SeatedBatches:
         padded = None
         max_decode_q = 1
         if num_logits and outputs is None and num_tokens <= self.capacity:
-            padded = self.padded_shape(num_rows, max_seqlen_q)
+            # A graph's decodes have no runs behind them.
+            padded = None if plan.unapplied else self.padded_shape(num_rows, max_seqlen_q)
             out = self.static(*(padded or (num_rows, num_tokens)))
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
@@ -203,6 +209,8 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
+            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            adapters=put_adapters(plan, upload) if plan.adapters else None,
             last_tokens=last_tokens,
             rope_offsets=(
                 upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
@@ -232,8 +240,11 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
+        batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
         if step.rope_offsets is not None:
             batch.positions = batch.positions + step.rope_offsets.tensor
+        if step.adapters is not None:
+            batch.adapters, batch.output_adapters = step.adapters.tensors()
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
@@ -301,10 +312,10 @@ class SeatedBatches:
         )
 
     def padded_shape(self, num_rows: int, max_seqlen_q: int) -> tuple[int, int] | None:
-        """Return to how many rows and tokens a step is padded that samples after each of its tokens; None if
-        it is not padded.
+        """Return the padded numbers of rows and tokens of a step that samples after each of its tokens; None
+        if it is not padded.
 
-        The tokens are as many as if all rows had the longest run.
+        The number of tokens is padded as if all rows had the longest run.
         """
         sizes = self.padded_sizes
         if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
@@ -315,7 +326,7 @@ class SeatedBatches:
         return padded_rows, padded_rows * max_seqlen_q
 
     def clear(self, num_rows: int, num_tokens: int) -> None:
-        """Fill the fixed tensors for so many rows and tokens with padding only, which computes nothing."""
+        """Fill the fixed tensors for this many rows and tokens with padding, which computes nothing."""
         by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_tokens)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()

@@ -41,7 +41,7 @@ class Catalog:
     def entries(self) -> list[ModelEntry]:
         """Return the models by name."""
         if not self.is_open:
-            return [*dict.fromkeys(self._given.values())]
+            return [*{entry.name: entry for entry in self._given.values()}.values()]
         found = {model.name: local_entry(model) for model in local_models()}
         return [*self.file.entries.values(), *found.values()]
 

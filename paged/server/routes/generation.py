@@ -63,7 +63,7 @@ class AnswerRoute:
             async with _placing(exchange, streams):
                 created = int(time.time())
                 with self.answering(exchange, call, identity, created):
-                    terms = identity, created, front.names[0]
+                    terms = identity, created, front.name_of(call)
                     body = await self._answered(exchange, call, streams, terms, on_output)
             if body is not None:
                 await exchange.respond(200, body)
@@ -164,9 +164,10 @@ async def _begin(
     part_of = front.begin(exchange, call, engine_ids, params=params[0]).part_of
     generate = front.engine.generate
     tenant = call.tenant
+    adapter = front.adapter_of(call)
     streams = []
     for prompt, own, engine_id in zip(prompts, params, engine_ids, strict=True):
-        stream = generate(prompt, own, engine_id, tenant=tenant)
+        stream = generate(prompt, own, engine_id, tenant=tenant, lora_request=adapter)
         stream.part_of = part_of
         stream.on_prompt = front.accepting(exchange, own)
         streams.append(stream)

@@ -41,13 +41,14 @@ class ModelRoute:
 
 
 def _model(front: FrontEnd, name: str) -> dict[str, Any]:
+    adapter = front.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": front.created,
         "owned_by": "paged",
-        "root": front.engine.config.model,
-        "parent": None,
+        "root": front.engine.config.model if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else front.names[0],
         "max_model_len": front.engine.max_model_len,
         "chat_defaults": front.engine.text.chat_defaults,
     }

@@ -45,7 +45,7 @@ class EmbeddingRoute:
                     raise errors.exceptions[0] from None
             outputs = [task.result() for task in tasks]
             created = int(time.time())
-            model = front.names[0]
+            model = front.name_of(call)
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),
                 len(outputs) * (call.options["dimensions"] or front.engine.text.embedding.size),
@@ -69,6 +69,7 @@ class EmbeddingRoute:
             tenant=call.tenant,
             timeout_s=timeout_s,
             part_of=record.part_of,
+            lora_request=self._front.adapter_of(call),
             on_prompt=self._front.accepting(exchange),
             on_place=record.on_place,
         )
@@ -108,6 +109,7 @@ class ScoreRoute:
                     priority=call.priority or 0.0,
                     tenant=call.tenant,
                     timeout_s=exchange.time_left(call.timeout_s),
+                    lora_request=front.adapter_of(call),
                     on_prompt=front.accepting(exchange),
                     on_place=record.on_place,
                 )
@@ -116,7 +118,7 @@ class ScoreRoute:
             for name, output in zip(names, outputs, strict=True):
                 record.on_result(name, num_prompt_tokens=output.num_prompt_tokens + output.num_tokens)
             created = int(time.time())
-            model = front.names[0]
+            model = front.name_of(call)
             await exchange.answer(
                 lambda: call.body(outputs, identity, created, model),
                 sum(output.num_tokens for output in outputs),

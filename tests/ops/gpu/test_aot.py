@@ -21,6 +21,8 @@ UNPACK = {"unpack", "take_parameters"}
 CHAINS = {"short_conv", "gated_delta", "mamba2_scan"}
 # Products and lookups of weights in codes, whose factors are a few bytes for each output.
 CODED = {"coded_linear", "add_splits", "coded_rows"}
+# Products of adapters, and their slots: numbers of each token.
+LORA = {"add_lora"}
 # Products of experts, and what decides over their rows: numbers of each token and expert.
 EXPERTS = {"grouped_linear", "route", "sort_by_expert"}
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "best", "pick"}
@@ -51,7 +53,7 @@ def test_every_kernel_is_compiled(compiled, target):
     rows = {"norm", "activation", "rotary_store_kv", "scale_and_cap", "scale_rows"}
     rows |= {*CHAINS, "gated_norm", "scale_by_sigmoid"}
     known = {"prefill", "decode", "plan", "merge", "copy_blocks", "sum_experts"} | rows
-    assert kernels == known | SAMPLING | UNPACK | CODED | EXPERTS
+    assert kernels == known | SAMPLING | UNPACK | CODED | EXPERTS | LORA
 
 
 def row_of_the_table(use, head_dim, value_dim, dtype, cache_dtype, group, target):
@@ -180,6 +182,7 @@ LEAST_BLOCKS = {
     "gated_delta": (4, 4),  # 16 KB of a state in registers, one token after another
     "mamba2_scan": (4, 4),  # 16 KB of a state in registers, one token after another
     "gated_norm": (8, 8),  # 4 KB
+    "add_lora": (2, 2),  # tiles of x and A, and then of B
     "scale_by_sigmoid": (8, 8),  # 4 KB
     "unpack": (8, 8),  # of one sequence each, which waits for its row and then for its entries
     "take_parameters": (8, 8),  # of one row each: a few numbers
@@ -245,7 +248,7 @@ def test_what_only_moves_bytes_moves_16_at_a_time(compiled, target):
     for row in compiled[target]:
         if (
             row["kernel"]
-            in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK | CODED | EXPERTS | CHAINS
+            in {"prefill", "decode", "plan", "merge"} | SAMPLING | UNPACK | CODED | EXPERTS | CHAINS | LORA
         ):
             continue
         assert row["loads_16B"] > 0, row

@@ -8,6 +8,9 @@ Each number of m, S and out is one chain of multiply-adds over the rows of S, in
 written for a token, m of the next one is added up, so that a prompt reads S once a token. The first token of
 a step adds it up by itself, by the same chain: so the bits do not depend on how tokens are divided among
 steps.
+
+A run of drafts changes a copy of the state, and its inputs are kept. Those of its tokens that turned out
+right are applied by the next step, before its own.
 """
 
 import math
@@ -153,11 +156,16 @@ def _run(kind: int) -> Any:
         return np.float32(1.0) / np.sqrt(total(squares) + _EPS)
 
     @function
-    def run_tokens(args, head, first, count, states, start, end, scratch):
-        """Apply the tokens of a sequence to `count` columns of a head, from the column `first` on."""
+    def run_tokens(
+        args, head, first, count, states, row_bytes, rows, row_stride, gates, gates_stride, num_rows, start,
+        end, out, scratch,
+    ):  # fmt: skip
+        """Apply the tokens [start, end) of a sequence to `count` columns of a head, from column `first` on.
+
+        rows, gates: token t is in row t % num_rows. out: 0 keeps no results.
+        """
         key_dim = args.key_dim
         value_dim = args.value_dim
-        row_bytes = 4 * value_dim
         key_bytes = 4 * padded(key_dim)
         keys = scratch
         next_keys = scratch + key_bytes
@@ -172,16 +180,16 @@ def _run(kind: int) -> Any:
         time_bias = np.float64(get_float(args.time_bias + 4 * head))
         root = np.float32(1.0) / np.sqrt(np.float32(key_dim))
         is_wide = count == WIDE * LANES
-        key_scale = read(args.qkv + start * args.qkv_stride + key_at, keys, key_dim)
+        key_scale = read(rows + start % num_rows * row_stride + key_at, keys, key_dim)
         if is_wide:
             _remember(states, keys, key_dim, row_bytes, found)
         else:
             _remember_some(states, keys, key_dim, row_bytes, found, count)
         for token in range(start, end):
-            row = args.qkv + token * args.qkv_stride
-            gates = args.gates + token * args.gates_stride + head * size_of
-            b = np.float64(total(load_some(gates, 1)))
-            a = np.float64(total(load_some(gates + args.num_heads * size_of, 1)))
+            row = rows + token % num_rows * row_stride
+            own_gates = gates + token % num_rows * gates_stride + head * size_of
+            b = np.float64(total(load_some(own_gates, 1)))
+            a = np.float64(total(load_some(own_gates + args.num_heads * size_of, 1)))
             decay = _decay(rate, a + time_bias)
             share = np.float32(_sigmoid(b))
             for c in range(0, count, LANES):
@@ -189,21 +197,104 @@ def _run(kind: int) -> Any:
                 change = fma(load(found + 4 * c), splat(-decay * key_scale), value)
                 store(changes + 4 * c, multiply(change, splat(share * key_scale)))
             query_scale = read(row + query_at, queries, key_dim) * root
+            next_scale = key_scale
             if token + 1 < end:
-                next_scale = read(row + args.qkv_stride + key_at, next_keys, key_dim)
-            else:
-                next_scale = key_scale
+                next_scale = read(rows + (token + 1) % num_rows * row_stride + key_at, next_keys, key_dim)
             if is_wide:
                 _write(states, keys, queries, next_keys, key_dim, row_bytes, decay, changes, found)
             else:
                 _write_some(
                     states, keys, queries, next_keys, key_dim, row_bytes, decay, changes, found, count
                 )
-            out = args.out + ((token * args.num_heads + head) * value_dim + first) * size_of
-            for c in range(0, count, LANES):
-                store_some(out + c * size_of, multiply(load(changes + 4 * c), splat(query_scale)), count - c)
+            if out != 0:
+                to = out + ((token * args.num_heads + head) * value_dim + first) * size_of
+                for c in range(0, count, LANES):
+                    number = multiply(load(changes + 4 * c), splat(query_scale))
+                    store_some(to + c * size_of, number, count - c)
             keys, next_keys = next_keys, keys
             key_scale = next_scale
+
+    @function
+    def copy_numbers(source, to, count):
+        for c in range(0, count, LANES):
+            store_some(to + c * size_of, load_some(source + c * size_of, count - c), count - c)
+
+    @function
+    def keep_inputs(args, head, first, count, places, position, start, end):
+        """Keep what this unit reads of a run's tokens, or what it shares with others if it is their first."""
+        shares = args.num_heads // args.num_key_heads
+        key_at = head // shares * args.key_dim * size_of
+        query_bytes = args.num_key_heads * args.key_dim * size_of
+        value_at = 2 * query_bytes + (head * args.value_dim + first) * size_of
+        gates_at = 2 * query_bytes + args.num_heads * args.value_dim * size_of
+        place_bytes = gates_at + 2 * args.num_heads * size_of
+        for token in range(start, end):
+            row = args.qkv + token * args.qkv_stride
+            place = places + (position + token - start) % args.num_places * place_bytes
+            copy_numbers(row + value_at, place + value_at, count)
+            if first == 0:
+                gates = args.gates + token * args.gates_stride
+                for i in range(2):
+                    at = (i * args.num_heads + head) * size_of
+                    copy_numbers(gates + at, place + gates_at + at, 1)
+                if head % shares == 0:
+                    copy_numbers(row + key_at, place + key_at, args.key_dim)
+                    copy_numbers(row + query_bytes + key_at, place + query_bytes + key_at, args.key_dim)
+
+    @function
+    def copy_state(states, row_bytes, key_dim, count, to):
+        """Copy `count` columns of a state into rows of WIDE vectors."""
+        for i in range(key_dim):
+            for c in range(0, count, LANES):
+                number = _load_columns(states + i * row_bytes + 4 * c, count - c)
+                _store_columns(to + i * WIDE * VECTOR_BYTES + 4 * c, number, count - c)
+
+    @function
+    def run_sequence(args, head, first, count, sequence, start, end, scratch):
+        """Apply the tokens of a sequence, after those of its last run that its state has not seen."""
+        slot = np.int64(get_int(args.slots + 4 * sequence))
+        states = args.states + slot * args.state_stride
+        states += 4 * (head * args.key_dim * args.value_dim + first)
+        row_bytes = 4 * args.value_dim
+        position = np.int64(get_int(args.seq_lens + 4 * sequence)) - (end - start)
+        if position == 0:
+            _forget(states, args.key_dim, row_bytes, count)
+        unapplied = np.int64(0)
+        is_run = False
+        if args.runs != 0:
+            unapplied = np.int64(get_int(args.runs + 8 * sequence))
+            is_run = get_int(args.runs + 8 * sequence + 4) != 0
+        places = args.run_inputs + slot * args.run_stride
+        gates_at = (2 * args.num_key_heads * args.key_dim + args.num_heads * args.value_dim) * size_of
+        place_bytes = gates_at + 2 * args.num_heads * size_of
+        for is_new in range(0 if unapplied > 0 else 1, 2):
+            rows = places
+            row_stride = place_bytes
+            gates = places + gates_at
+            gates_stride = place_bytes
+            num_rows = args.num_places
+            begin = position - unapplied
+            stop = position
+            out = np.int64(0)
+            if is_new:
+                rows = args.qkv
+                row_stride = args.qkv_stride
+                gates = args.gates
+                gates_stride = args.gates_stride
+                num_rows = args.num_tokens
+                begin = start
+                stop = end
+                out = args.out
+                if is_run:
+                    keep_inputs(args, head, first, count, places, position, start, end)
+                    copied = scratch + 4 * 3 * padded(args.key_dim) + 2 * WIDE * VECTOR_BYTES
+                    copy_state(states, row_bytes, args.key_dim, count, copied)
+                    states = copied
+                    row_bytes = np.int64(WIDE * VECTOR_BYTES)
+            run_tokens(
+                args, head, first, count, states, row_bytes, rows, row_stride, gates, gates_stride, num_rows,
+                begin, stop, out, scratch,
+            )  # fmt: skip
 
     @function
     def run(args, unit, scratch):
@@ -215,12 +306,7 @@ def _run(kind: int) -> Any:
         while start < args.num_tokens:
             end = np.int64(get_int(args.cu_seqlens_q + 4 * (sequence + 1)))
             if end > start:
-                slot = np.int64(get_int(args.slots + 4 * sequence))
-                states = args.states + slot * args.state_stride
-                states += 4 * (head * args.key_dim * args.value_dim + first)
-                if np.int64(get_int(args.seq_lens + 4 * sequence)) == end - start:
-                    _forget(states, args.key_dim, 4 * args.value_dim, count)
-                run_tokens(args, head, first, count, states, start, end, scratch)
+                run_sequence(args, head, first, count, sequence, start, end, scratch)
             start = end
             sequence += 1
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...formats import FLOAT32, ITEM_SIZES
-from ...states.mamba2_scan import MAMBA2_SCAN, WIDE
+from ...states.gated_delta import WIDE
+from ...states.mamba2_scan import MAMBA2_SCAN
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..rows.row_kernel import by_kind_with

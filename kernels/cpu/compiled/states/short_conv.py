@@ -2,6 +2,9 @@
 
 The last inputs of a sequence are in a ring of rows of float32: where input t lies does not depend on how the
 tokens are divided among steps.
+
+The inputs of a run of drafts are kept, and the state stays as it was before the run. The tokens of a run that
+turned out right are among the inputs before the next step's.
 """
 
 from typing import Any
@@ -25,25 +28,36 @@ def _convolve(kind: int) -> Any:
     (load_some, store_some) = some_of(kind)
 
     @function
+    def read_inputs(ring, row, numbers, count):
+        """Put one token's inputs into a row of the ring."""
+        to = ring + (row & (RING - 1)) * _ROW_BYTES
+        for c in range(0, count, LANES):
+            store(to + 4 * c, load_some(numbers + c * size_of, count - c))
+
+    @function
+    def write_inputs(ring, row, numbers, count):
+        """Write a row of the ring to memory."""
+        source = ring + (row & (RING - 1)) * _ROW_BYTES
+        for c in range(0, count, LANES):
+            store_some(numbers + c * size_of, load(source + 4 * c), count - c)
+
+    @function
     def read_state(args, ring, state, first, count, is_new):
         """Put the inputs before token 0 of this step into the ring; the first of them is that of row 1."""
         for j in range(args.width - 1):
-            row = ring + ((j + 1) & (RING - 1)) * _ROW_BYTES
-            at = state + (j * args.size + first) * size_of
-            for c in range(0, count, LANES):
-                if is_new:
+            if is_new:
+                row = ring + ((j + 1) & (RING - 1)) * _ROW_BYTES
+                for c in range(0, count, LANES):
                     store(row + 4 * c, splat(np.float32(0.0)))
-                else:
-                    store(row + 4 * c, load_some(at + c * size_of, count - c))
+            else:
+                read_inputs(ring, j + 1, state + (j * args.size + first) * size_of, count)
 
     @function
     def write_state(args, ring, state, first, count, newest):
         """Keep the last inputs. newest: the row of the ring with the last one."""
         for j in range(args.width - 1):
-            row = ring + ((newest - (args.width - 2) + j) & (RING - 1)) * _ROW_BYTES
             at = state + (j * args.size + first) * size_of
-            for c in range(0, count, LANES):
-                store_some(at + c * size_of, load(row + 4 * c), count - c)
+            write_inputs(ring, newest - (args.width - 2) + j, at, count)
 
     @function
     def convolve_token(args, ring, token, place, first, count):
@@ -82,12 +96,29 @@ def _convolve(kind: int) -> Any:
             if end > start:
                 slot = np.int64(get_int(args.slots + 4 * sequence))
                 state = args.states + slot * args.state_stride
-                is_new = np.int64(get_int(args.seq_lens + 4 * sequence)) == end - start
-                read_state(args, ring, state, first, count, is_new)
+                position = np.int64(get_int(args.seq_lens + 4 * sequence)) - (end - start)
+                read_state(args, ring, state, first, count, position == 0)
                 # The inputs before are in rows 1 to width - 1.
+                newest = np.int64(args.width - 1)
+                is_run = False
+                places = args.run_inputs + slot * args.run_stride + first * size_of
+                place_bytes = args.size * size_of
+                if args.runs != 0:
+                    unapplied = np.int64(get_int(args.runs + 8 * sequence))
+                    is_run = get_int(args.runs + 8 * sequence + 4) != 0
+                    for at in range(position - unapplied, position):
+                        newest += 1
+                        read_inputs(ring, newest, places + at % args.num_places * place_bytes, count)
+                    if is_run:
+                        write_state(args, ring, state, first, count, newest)
                 for token in range(start, end):
-                    convolve_token(args, ring, token, args.width + token - start, first, count)
-                write_state(args, ring, state, first, count, args.width + end - start - 1)
+                    newest += 1
+                    convolve_token(args, ring, token, newest, first, count)
+                    if is_run:
+                        at = position + token - start
+                        write_inputs(ring, newest, places + at % args.num_places * place_bytes, count)
+                if not is_run:
+                    write_state(args, ring, state, first, count, newest)
             start = end
             sequence += 1
 

@@ -1,0 +1,218 @@
+"""The slots of LoRA adapters on a device: each linear layer has room for the matrices of some adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..architectures.config import TensorNames
+from ..base.errors import CheckpointError, ConfigError
+from ..checkpoints.lora_adapter import LoraAdapter
+from ..checkpoints.stored import StoredRows
+from ..kernels.operations import Kernels
+from .decoder import Decoder
+from .layers.attention import Attention
+from .layers.linear import Linear
+from .layers.mlp import MLP, PlainMLP
+
+
+class _Place(NamedTuple):
+    """Where a stored matrix is in a layer.
+
+    part: its number among the matrices that make up the layer.
+    rows: i64[n], the row of the matrix that each of `columns` of the output is.
+    """
+
+    part: int
+    columns: slice
+    rows: Tensor
+
+
+class LoraLayer:
+    """The matrices of adapters for one linear layer, and what adds their product to its output.
+
+    It has a slot for each adapter that may run. The memory never moves, as recorded steps point into it.
+    """
+
+    def __init__(
+        self,
+        linear: Linear,
+        places: Mapping[str, list[_Place]],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        num_parts = len(linear.stored.parts)
+        options = {"dtype": dtype, "device": device}
+        self.places = places
+        self.num_rows = dict(linear.stored.parts)
+        self.in_features = linear.in_features
+        self.a = torch.zeros(num_slots, num_parts, max_rank, linear.in_features, **options)
+        self.b = torch.zeros(num_slots, max_rank, linear.stored.num_rows, **options)
+        self.ranks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)
+        ranges = sorted(
+            (place.columns.start, place.columns.stop, place.part)
+            for each in places.values()
+            for place in each
+        )
+        self.columns = torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 3)
+        self._kernels = kernels
+
+    def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
+        """Add what the adapters in these slots make of x, i32[num_tokens], to the output."""
+        self._kernels.add_lora(x, out, self.a, self.b, self.ranks, self.columns, slots)
+
+    def set(self, slot: int, adapter: LoraAdapter) -> None:
+        """Put an adapter into a slot, in place of the one before."""
+        for name, places in self.places.items():
+            part = adapter.parts.get(name)
+            self.ranks[slot, places[0].part] = 0 if part is None else len(part.a)
+            if part is None:
+                continue
+            rank = len(part.a)
+            self.a[slot, places[0].part, :rank] = part.a.to(self.a.dtype)
+            for place in places:
+                self.b[slot, :rank, place.columns] = part.b[place.rows].T.to(self.b.dtype)
+
+
+class LoraSlots:
+    """All slots of a model's adapters.
+
+    targets: the endings of the names of adapted matrices, as "q_proj"; None takes all.
+    names: those of the checkpoint, for messages.
+
+    Raises ConfigError if no matrix has such a name.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_slots: int,
+        max_rank: int,
+        targets: Collection[str] | None,
+        device: torch.device,
+    ) -> None:
+        self.max_rank = max_rank
+        self._names = model.config.tensor_names
+        self._layers: list[LoraLayer] = []
+        for linear, places in targets_of(model, targets):
+            layer = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
+            linear.lora = layer
+            self._layers.append(layer)
+        if not self._layers:
+            raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
+        self._in = {name: layer for layer in self._layers for name in layer.places}
+
+    def check(self, adapter: LoraAdapter) -> None:
+        """Raise CheckpointError for an adapter that does not fit the model or its slots."""
+        check_adapter(adapter, self.shapes, self.max_rank, self._names)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The rows and columns of each matrix that may be adapted, by its name in the decoder."""
+        return {name: (layer.num_rows[name], layer.in_features) for name, layer in self._in.items()}
+
+    def set(self, slot: int, adapter: LoraAdapter) -> None:
+        """Put an adapter into a slot, in place of the one before."""
+        for layer in self._layers:
+            layer.set(slot, adapter)
+
+
+def check_adapter(
+    adapter: LoraAdapter, shapes: Mapping[str, tuple[int, int]], max_rank: int, names: TensorNames
+) -> None:
+    """Raise CheckpointError for an adapter of other matrices, shapes or ranks.
+
+    shapes: rows and columns of the matrices that may be adapted, by their names in the decoder.
+    """
+    for name, part in adapter.parts.items():
+        shape = shapes.get(name)
+        stored = names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
+        if shape is None:
+            raise CheckpointError(
+                f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: the model "
+                "has no such linear layer, it belongs to experts, embedding or head, or lora_target_modules "
+                "leaves it out"
+            )
+        rank = len(part.a)
+        if rank > max_rank:
+            raise CheckpointError(
+                f"{adapter.directory}: {stored} has rank {rank}, and max_lora_rank is {max_rank}"
+            )
+        if (len(part.b), part.a.shape[1]) != shape:
+            raise CheckpointError(
+                f"{adapter.directory}: {stored} is {list(shape)}, but its lora_A of shape "
+                f"{list(part.a.shape)} and lora_B of shape {list(part.b.shape)} make "
+                f"{[len(part.b), part.a.shape[1]]}"
+            )
+
+
+def targets_of(
+    model: Decoder, targets: Collection[str] | None
+) -> Iterator[tuple[Linear, dict[str, list[_Place]]]]:
+    """Yield the linear layers that have slots, and where the matrices that make them up are, by name.
+
+    targets: the endings of the names of these matrices; None takes all.
+    """
+    names = model.config.tensor_names
+
+    def is_target(name: str) -> bool:
+        stored = names.in_checkpoint(f"{name}.weight").split(".")[-2]
+        return targets is None or name.rpartition(".")[2] in targets or stored in targets
+
+    for linear in adaptable(model):
+        places = {name: own for name, own in _places(linear.stored).items() if is_target(name)}
+        if places:
+            yield linear, places
+
+
+def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -> int:
+    """Return the bytes of a slot for an adapter in all layers of a model, which may be on the meta device."""
+    numbers = 0
+    for linear, _ in targets_of(model, targets):
+        numbers += len(linear.stored.parts) * linear.in_features + linear.stored.num_rows
+    return numbers * max_rank * model.dtype.itemsize
+
+
+def adaptable(model: Decoder) -> Iterator[Linear]:
+    """Yield the linear layers that adapters may change: of attention, MLPs and per-layer embeddings."""
+    if model.inputs is not None:
+        yield model.inputs.per_layer_model_projection
+    for layer in model.layers:
+        if layer.input is not None:
+            yield from (layer.input.per_layer_input_gate, layer.input.per_layer_projection)
+        if isinstance(layer.mixer, Attention):
+            yield from (layer.mixer.qkv, layer.mixer.output)
+        if isinstance(layer.mlp, MLP):
+            yield from (layer.mlp.gate_up, layer.mlp.down)
+        elif isinstance(layer.mlp, PlainMLP):
+            yield from (layer.mlp.up, layer.mlp.down)
+
+
+def leave_gates_apart(model: Decoder) -> None:
+    """Have products of gates and ups give both, before they are multiplied: adapters change each."""
+    for linear in adaptable(model):
+        if linear.role == "gated":
+            linear.role = "layer"
+
+
+def _places(stored: StoredRows) -> dict[str, list[_Place]]:
+    """Return where the matrices that make up a layer are in its output, by name."""
+    index = torch.arange(stored.num_rows) if stored.index is None else stored.index.cpu()
+    starts = torch.tensor([0, *accumulate(stored.parts.values())])
+    parts = torch.searchsorted(starts, index, right=True) - 1
+    changes = (parts.diff().nonzero().flatten() + 1).tolist()
+    names = [*stored.parts]
+    places: dict[str, list[_Place]] = {}
+    for first, end in pairwise([0, *changes, len(index)]):
+        part = int(parts[first])
+        place = _Place(part, slice(first, end), index[first:end] - starts[part])
+        places.setdefault(names[part], []).append(place)
+    return places

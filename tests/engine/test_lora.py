@@ -1,0 +1,285 @@
+"""Requests with LoRA adapters: PEFT's tokens, and the same bits whatever runs beside them."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged import ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
+from tests.support.checkpoints import checkpoint, edit_json, new_engine, ragged_prompts
+from tests.support.lora_adapters import adapter, by_peft, request
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+FAMILIES = (
+    "llama", "llama-tied-bias", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "granite", "olmo2",
+    "gemma2", "gemma3", "gemma4", "gemma4-keys-as-values", "smollm3", "glm4", "gpt2", "gpt_neox",
+    "qwen3_moe", "gpt_oss",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("adapters")
+
+
+def ids(prompts):
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def run(engine, prompts, requests, params=GREEDY):
+    outputs = engine.generate(ids(prompts), params, lora_request=requests, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_tokens_are_those_of_peft(model, folder):
+    """Two drawn adapters and none in one batch; all lines of a batch differ from each other's adapters."""
+    paths = [adapter(folder, model, seed) for seed in (0, 1)]
+    engine = new_engine(checkpoint(model), enable_lora=True, max_loras=2, max_lora_rank=8)
+    prompts = ragged_prompts([5, 9, 17])
+    chosen = [paths[0], paths[1], None]
+    requests = [path and request(path, i + 1) for i, path in enumerate(chosen)]
+    expected = [by_peft(model, path, prompt, 10) for path, prompt in zip(chosen, prompts, strict=True)]
+    assert run(engine, prompts, requests) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_do_not_depend_on_other_adapters(dtype, folder):
+    """Chunked, preempted both ways, over a prefix cache, with more adapters than slots, drafted, sampled."""
+    generator = random.Random(dtype)
+    paths = [adapter(folder, "qwen3", seed) for seed in range(4)]
+    common = ragged_prompts([40], seed=7)[0]
+    prompts = [
+        (common[: generator.choice([0, 16, 40])] + own)[: generator.randint(2, 60)] or own
+        for own in ragged_prompts([generator.randint(1, 30) for _ in range(24)], seed=3)
+    ]
+    requests = [
+        generator.choice([None, *(request(path, i + 1) for i, path in enumerate(paths))]) for _ in prompts
+    ]
+    params = [
+        SamplingParams(
+            temperature=generator.choice([0.0, 0.8]), max_tokens=14, seed=i, logprobs=2, ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    options = {"enable_lora": True, "max_lora_rank": 8, "dtype": dtype}
+    alone = new_engine(checkpoint("qwen3"), **options, enable_prefix_caching=False, max_num_seqs=1)
+
+    def results(engine, **given):
+        outputs = engine.generate(ids(prompts), params, lora_request=requests, use_tqdm=False, **given)
+        return [
+            (
+                list(o.outputs[0].token_ids),
+                [p[t].logprob for p, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids, strict=True)],
+            )
+            for o in outputs
+        ]
+
+    expected = results(alone)
+    for own in (
+        {"max_loras": 2, "max_num_batched_tokens": 13, "block_size": 8, "num_blocks": 40, "max_num_seqs": 6},
+        {"max_loras": 4, "num_blocks": 24, "block_size": 8, "swap_space": 0.01, "preemption_mode": "swap"},
+        {"max_loras": 3, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ):
+        engine = new_engine(checkpoint("qwen3"), **options, **own)
+        assert results(engine) == expected
+        engine.scheduler.check()
+        assert not engine.scheduler.has_unfinished()
+
+
+def test_an_adapter_of_zeros_changes_no_bit(folder):
+    path = adapter(folder, "llama", 2, scale=0.0)
+    engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, dtype="bfloat16")
+    prompts = ragged_prompts([3, 20])
+    params = SamplingParams(temperature=0.0, max_tokens=8, logprobs=3, ignore_eos=True)
+    outputs = [
+        engine.generate(ids(prompts), params, lora_request=own, use_tqdm=False)
+        for own in (None, request(path, 1))
+    ]
+    of_base, of_zeros = ([o.outputs[0].logprobs for o in each] for each in outputs)
+    assert of_base == of_zeros
+
+
+def test_blocks_are_shared_within_an_adapter_alone(folder):
+    engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, max_cpu_loras=8)
+    prompt = ragged_prompts([40])
+    first, second = (request(adapter(folder, "llama", seed), seed + 1) for seed in (0, 1))
+
+    def cached(own):
+        return engine.generate(ids(prompt), GREEDY, lora_request=own, use_tqdm=False)[0].num_cached_tokens
+
+    assert [cached(own) for own in (None, first, second)] == [0, 0, 0]
+    assert [cached(own) for own in (None, first, second)] == [32, 32, 32]
+    again = LoRARequest("the same under another name", 9, first.lora_path)
+    assert cached(again) == 32
+    assert engine.list_loras() == {1, 2, 9}
+    # Read again, it has the same content, so its prefixes are found.
+    assert engine.remove_lora(1)
+    assert not engine.remove_lora(1)
+    assert engine.list_loras() == {2, 9}
+    assert cached(first) == 32
+
+
+def test_forks_samples_beams_scores_and_embeddings_have_the_adapter(folder):
+    model, path = "qwen3", adapter(folder, "qwen3", 0)
+    own = request(path, 1)
+    engine = new_engine(checkpoint(model), enable_lora=True, max_lora_rank=8)
+    (prompt,) = ragged_prompts([9])
+    expected = by_peft(model, path, prompt, 10)
+    engine.add_request("parent", {"prompt_token_ids": prompt}, GREEDY, lora_request=own)
+    for _ in range(4):
+        engine.step()
+    engine.fork("parent", "child", GREEDY)
+    found = {}
+    while engine.has_unfinished_requests():
+        found |= {o.request_id: list(o.outputs[0].token_ids) for o in engine.step() if o.finished}
+    assert found == {"parent": expected, "child": expected}
+    several = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=6, ignore_eos=True)
+    drawn = [
+        o.token_ids
+        for o in engine.generate(ids([prompt]), several, lora_request=own, use_tqdm=False)[0].outputs
+    ]
+    apart = [o.token_ids for o in engine.generate(ids([prompt]), several, use_tqdm=False)[0].outputs]
+    assert drawn != apart
+    (score,) = engine.score({"prompt_token_ids": prompt}, [expected[:2]], lora_request=own)
+    (base,) = engine.score({"prompt_token_ids": prompt}, [expected[:2]])
+    assert score.logprob > base.logprob
+
+
+def write(folder, name, path, edit=None, **config):
+    """Copy an adapter with another config or tensors."""
+    copy = folder / name
+    copy.mkdir()
+    tensors = load_file(path / "adapter_model.safetensors")
+    save_file(edit(tensors) if edit else tensors, copy / "adapter_model.safetensors")
+    (copy / "adapter_config.json").write_text((path / "adapter_config.json").read_text())
+    edit_json(copy / "adapter_config.json", **config)
+    return copy
+
+
+def first(tensors, change):
+    name = next(iter(tensors))
+    return {**tensors, name: change(tensors[name])}
+
+
+WRONG = {
+    "dora": ({"use_dora": True}, None, "use_dora True is not supported: DoRA"),
+    "bias": ({"bias": "all"}, None, "bias 'all' is not supported"),
+    "saved": ({"modules_to_save": ["lm_head"]}, None, "modules_to_save .* whole weights"),
+    "type": ({"peft_type": "IA3"}, None, "peft_type 'IA3' is not supported"),
+    "start": ({"init_lora_weights": "pissa"}, None, "init_lora_weights 'pissa'"),
+    "unknown": ({"new_method": "x"}, None, "new_method 'x' is not supported"),
+    "rank": ({"r": 0}, None, "r must be an int of at least 1, got 0"),
+    "alpha": ({"lora_alpha": "much"}, None, "lora_alpha must be"),
+    "pattern": ({"rank_pattern": {"(": 2}}, None, "'\\(' is no regular expression"),
+    "other rank": ({"r": 77, "rank_pattern": {}}, None, "must both have the rank 77"),
+    "nan": ({}, lambda t: first(t, lambda x: x * torch.nan), "not finite"),
+    "no tensors": ({}, lambda _: {}, "would change nothing"),
+    "half": ({}, lambda t: dict([*t.items()][:1]), "is there without"),
+    "foreign": (
+        {},
+        lambda t: {**t, "base_model.model.lm_head.lora_embedding_A": torch.ones(2, 2)},
+        "lora_embedding_A",
+    ),
+    "elsewhere": (
+        {},
+        lambda t: {k.replace("layers.0.", "layers.9."): x for k, x in t.items()},
+        "layers.9.* is adapted, but the engine has no slots",
+    ),
+    "head": (
+        {},
+        lambda t: {k.replace("model.layers.0.self_attn.", "lm_head."): x for k, x in t.items()},
+        "no slots|without",
+    ),
+    "shape": (
+        {},
+        lambda t: {k: x[:, :-1].contiguous() if "lora_A" in k else x for k, x in t.items()},
+        "but its lora_A of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_adapter_is_refused_for_its_request_alone(name, folder, tmp_path, engine):
+    config, edit, message = WRONG[name]
+    path = write(tmp_path, "wrong", adapter(folder, "llama", 3), edit, **config)
+    with pytest.raises(RequestError, match=f"adapter 'wrong' cannot be used: .*{message}"):
+        engine.generate(
+            ids([[1, 2]]), GREEDY, lora_request=LoRARequest("wrong", 50, str(path)), use_tqdm=False
+        )
+    assert 50 not in engine.list_loras()
+    good = request(adapter(folder, "llama", 3), 4)
+    assert run(engine, [[1, 2, 3]], good) == [by_peft("llama", adapter(folder, "llama", 3), [1, 2, 3], 10)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine(checkpoint("llama"), enable_lora=True, max_loras=2, max_lora_rank=8)
+
+
+def test_what_is_no_adapter_is_named(folder, tmp_path, engine):
+    path = adapter(folder, "llama", 3)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (pickled / "adapter_model.bin").write_bytes(b"")
+    cases = [
+        (LoRARequest("p", 60, str(pickled)), "is a pickle"),
+        (LoRARequest("n", 61, str(tmp_path / "nothing" / "here")), "no such directory"),
+        (LoRARequest("e", 62, str(tmp_path)), "adapter_config.json and adapter_model.safetensors"),
+        ("sql", "lora_request must be a LoRARequest, got 'sql'"),
+    ]
+    for own, message in cases:
+        with pytest.raises(RequestError, match=message):
+            engine.generate(ids([[1, 2]]), GREEDY, lora_request=own, use_tqdm=False)
+    engine.add_lora(LoRARequest("one", 70, str(path)))
+    other = adapter(folder, "llama", 1)
+    for own in (
+        LoRARequest("one", 71, str(path)),
+        LoRARequest("two", 70, str(path)),
+        LoRARequest("one", 70, str(other)),
+    ):
+        with pytest.raises(RequestError, match="contradicts 'one' with number 70"):
+            engine.add_lora(own)
+    assert engine.add_lora(LoRARequest("one", 70, str(other), load_inplace=True))
+    assert run(engine, [[1, 2, 3]], LoRARequest("one", 70, str(other))) == [
+        by_peft("llama", other, [1, 2, 3], 10)
+    ]
+    for wrong in ({"lora_name": ""}, {"lora_int_id": 0}, {"lora_int_id": True}, {"lora_path": None}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            LoRARequest(**{"lora_name": "a", "lora_int_id": 1, "lora_path": "b", **wrong})
+
+
+def test_ranks_and_targets_bound_what_fits(folder):
+    path = adapter(folder, "qwen2", 1)
+    for options, message in (
+        ({"max_lora_rank": 1}, "has rank .*max_lora_rank is 1"),
+        ({"max_lora_rank": 8, "lora_target_modules": ["nowhere_else_q"]}, ""),
+    ):
+        if not message:
+            with pytest.raises(ConfigError, match="names no matrix"):
+                new_engine(checkpoint("qwen2"), enable_lora=True, **options)
+            continue
+        with pytest.raises(RequestError, match=message):
+            run(new_engine(checkpoint("qwen2"), enable_lora=True, **options), [[1]], request(path, 1))
+
+
+def test_options_without_adapters_are_refused(folder):
+    engine = new_engine(checkpoint("llama"))
+    with pytest.raises(RequestError, match="enable_lora=True"):
+        run(engine, [[1, 2]], request(adapter(folder, "llama", 3), 1))
+    with pytest.raises(UsageError, match="enable_lora=True"):
+        engine.list_loras()
+    for wrong, message in (
+        ({"max_loras": 2}, "max_loras 2 has no effect without enable_lora"),
+        ({"lora_target_modules": ["q_proj"]}, "has no effect without enable_lora"),
+        ({"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras must be"),
+        ({"enable_lora": True, "lora_target_modules": "q_proj"}, "must be a list of names"),
+        ({"enable_lora": 1}, "enable_lora must be"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            new_engine(checkpoint("llama"), **wrong)
+    with pytest.raises(ConfigError, match="layers keep states"):
+        new_engine(checkpoint("lfm2"), enable_lora=True)

@@ -1,0 +1,97 @@
+"""Slots of adapters: every request ends, none waits for ever, and a step has what its requests need."""
+
+import random
+
+import pytest
+
+from paged.requests.request import RequestStatus
+from tests.support.scheduler_cases import added, hash_token, new_request, new_scheduler, scheduled, updated
+
+
+def run_world(seed):
+    """Run random requests with adapters to their end. Return how many steps had adapters."""
+    generator = random.Random(seed)
+    num_slots, num_seqs = generator.randint(1, 3), generator.randint(1, 6)
+    scheduler = new_scheduler(
+        num_blocks=generator.choice([12, 40]),
+        max_num_seqs=num_seqs,
+        budget=generator.choice([9, 64]),
+        num_host_blocks=generator.choice([0, 12]),
+        policy=None,
+        **({"swap_pays": lambda _: True} if generator.random() < 0.3 else {}),
+    )
+    scheduler.have_adapters(num_slots)
+    contents = {}  # by slot: the adapter that the device has there
+    live, ended, num_made, num_steps = [], [], 0, 0
+    while live or num_made < 60:
+        if num_made < 60 and generator.random() < 0.5:
+            adapter = generator.choice([0, *range(1, 7)])
+            own = new_request(
+                f"r{num_made}",
+                generator.randint(1, 20),
+                generator.randint(1, 12),
+                adapter=adapter,
+                namespace=bytes([adapter]),
+            )
+            live += added(scheduler, own)
+            num_made += 1
+        chance = generator.random()
+        if live and chance < 0.03:
+            scheduler.abort(generator.choice(live))
+        elif live and chance < 0.05:
+            parent = generator.choice(live)
+            if parent.status is RequestStatus.RUNNING:
+                child = new_request(
+                    f"{parent.request_id}",
+                    parent.num_prompt_tokens,
+                    30,
+                    adapter=parent.inputs.adapter,
+                    namespace=parent.inputs.namespace,
+                )
+                child.token_ids = parent.token_ids.copy()
+                scheduler.fork(parent, child)
+                live.append(child)
+        elif chance < 0.07:
+            scheduler.cancel()
+            contents.clear()  # what a failed step has copied is unknown
+        schedule = scheduled(scheduler)
+        if schedule.requests:
+            assert schedule.adapters is not None
+            slots, loads = schedule.adapters
+            for adapter, slot in loads:
+                contents[slot] = adapter
+            needed = [request.inputs.adapter for request in schedule.requests]
+            assert [contents[slot] if slot >= 0 else 0 for slot in slots or [-1] * len(needed)] == needed
+            assert len({*needed} - {0}) <= num_slots
+            num_steps += any(needed)
+        if not schedule.is_empty:
+            updated(scheduler, schedule)
+        ended += [request for request in live if request.status is RequestStatus.FINISHED]
+        live = [request for request in live if request.status is not RequestStatus.FINISHED]
+    for request in ended:
+        if request.finish_reason == "length":
+            assert request.token_ids == [hash_token(request.request_id, i) for i in range(request.num_tokens)]
+    return num_steps
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_every_request_ends_with_its_adapter(first):
+    assert sum(run_world(seed) for seed in range(first, first + 20)) > 500
+
+
+def test_others_pass_but_not_for_ever():
+    """Users of one adapter come faster than they end; after max_num_seqs admissions the other one's turn has
+    come.
+    """
+    scheduler = new_scheduler(num_blocks=64, max_num_seqs=4)
+    scheduler.have_adapters(1)
+    added(scheduler, *(new_request(f"a{i}", 3, 6, adapter=1) for i in range(2)))
+    updated(scheduler, scheduled(scheduler))
+    (other,) = added(scheduler, new_request("b", 3, 6, adapter=2))
+    num_begun = 0
+    while other.num_cached_tokens is None:
+        num_begun += 1
+        assert num_begun < 40, "the other adapter never runs"
+        added(scheduler, new_request(f"c{num_begun}", 3, 6, adapter=1), new_request(f"p{num_begun}", 3, 2))
+        updated(scheduler, scheduled(scheduler))
+    assert num_begun > 3, "others did pass"

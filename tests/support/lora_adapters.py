@@ -1,0 +1,107 @@
+"""LoRA adapters written by PEFT with strong random weights, and PEFT itself as their reference."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from paged import LoRARequest
+from tests.support.checkpoints import checkpoint
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+# Of families that name their layers otherwise.
+TARGETS = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "glm4": (*ATTENTION, "gate_up_proj", "down_proj"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "qwen3_moe": ATTENTION,
+    "gpt_oss": ATTENTION,
+    "gemma4": (
+        *ATTENTION,
+        *MLP,
+        "per_layer_input_gate",
+        "per_layer_projection",
+        "per_layer_model_projection",
+    ),
+}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Ignore what PEFT warns of: patterns that match nothing, and old names of transformers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _base(model: str | Path) -> Any:
+    path = checkpoint(model) if isinstance(model, str) else model
+    model_class = transformers.AutoModelForCausalLM
+    return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def drawn_config(model: str, seed: int) -> dict[str, Any]:
+    """Return arguments of a LoraConfig: layers, ranks, patterns and scales by chance."""
+    generator = random.Random(f"{model} {seed}")
+    layers = TARGETS.get(model, (*ATTENTION, *MLP))
+    chosen = generator.sample(layers, generator.randint(1, len(layers)))
+    options: dict[str, Any] = {"r": generator.randint(1, 8), "lora_alpha": generator.choice([1, 8, 16])}
+    options["target_modules"] = generator.choice([chosen, rf".*\.({'|'.join(chosen)})"])
+    options["use_rslora"] = generator.random() < 0.5
+    if generator.random() < 0.5:
+        options["rank_pattern"] = {chosen[0]: generator.randint(1, 8)}
+    if generator.random() < 0.5:
+        options["alpha_pattern"] = {rf"layers\.1\..*{chosen[-1]}": 3}
+    return options
+
+
+@functools.cache
+def adapter(directory: Path, model: str, seed: int = 0, scale: float = 0.3) -> Path:
+    """Write an adapter of a tiny checkpoint into a folder of `directory`. Return the folder."""
+    return adapter_of(model, directory / f"{model}-{seed}-{scale}", drawn_config(model, seed), seed, scale)
+
+
+def adapter_of(
+    model: str | Path, target: Path, config: dict[str, Any], seed: int = 0, scale: float = 0.3
+) -> Path:
+    """Write an adapter of a checkpoint, which has a name or a directory, into a folder. Return the folder."""
+    with _quietly():
+        made = get_peft_model(_base(model), LoraConfig(task_type="CAUSAL_LM", **config))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    with _quietly():
+        made.save_pretrained(target)
+    return target
+
+
+def request(path: Path, number: int) -> LoRARequest:
+    """Return a request for the adapter in a directory."""
+    return LoRARequest(f"adapter {number}", number, str(path))
+
+
+def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the greedy tokens of PEFT, or without an adapter those of transformers."""
+    with _quietly():
+        found = _base(model) if path is None else PeftModel.from_pretrained(_base(model), path)
+        found.generation_config.eos_token_id = None
+        result = found.eval().generate(
+            input_ids=torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens,
+        )
+    return result[0, len(prompt) :].tolist()
