@@ -25,7 +25,7 @@ NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)  # Pillow's filters
 _FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 MAX_SIZE = 16384
 # Keys that say what wrote the file, or how a batch is laid out, and change no pixel.
-NEUTRAL = (
+NEUTRAL_KEYS = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "_name_or_path"),
     *("transformers_version", "data_format", "input_data_format", "return_tensors", "device", "backend"),
     *("disable_grouping", "default_to_square", "do_convert_rgb", "do_pad", "pad_size", "padding_mode"),
@@ -102,7 +102,7 @@ ReadProcessing = Callable[[VisionSpec, Config, Config], ProcessingSpec]
 def processing_of(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
     """Read how images are processed. Raises CheckpointError and UnsupportedModelError, which name the key."""
     read, keys, defaults = PROCESSINGS[vision.family]
-    known = {*NEUTRAL, *SHARED, *keys}
+    known = {*NEUTRAL_KEYS, *SHARED, *keys}
     for key, value in given.items():
         if key not in known and value not in (None, False):
             raise UnsupportedModelError(
