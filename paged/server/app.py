@@ -57,6 +57,7 @@ class Front(Protocol):
     """What an application needs of what is behind it; see `FrontEnd`."""
 
     options: ServeOptions
+    max_request_bytes: int
     body_budget: BodyBudget
     response_budget: ResponseBudget
     gate: Gate

@@ -19,6 +19,7 @@ from ..access.limits import KeyUsage, RateLimitError
 from ..app import App
 from ..engine_client import EngineClient
 from ..front_end import STOPPING, FrontEnd
+from ..http.budgets import SEEING_BODY_BYTES
 from ..http.exchange import Exchange
 from ..http.failures import FailureResponse, HttpError, failure_of
 from ..options import ServeOptions
@@ -90,6 +91,8 @@ class Lobby:
         self.shared = Shared.of(options, config.scheduling_policy)
         self.gate = self.shared.gate
         self.keep_alive = self.shared.keep_alive
+        # A model that sees no images takes less, which its own front end checks.
+        self.max_request_bytes = options.max_request_bytes or SEEING_BODY_BYTES
         self.body_budget = self.shared.body_budget
         self.response_budget = self.shared.response_budget
         self.responses = self.shared.responses
