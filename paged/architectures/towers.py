@@ -9,10 +9,12 @@ from .spec import NormSpec
 
 
 class TowerNames(NamedTuple):
-    """The names of a tower's tensors in a checkpoint, below VISION; those of layers below `layers` and a
-    number. None for one that it lacks.
+    """The names of a vision tower's tensors in a checkpoint, relative to VISION; None for a tensor that the
+    tower lacks.
 
-    query_key_value: one name of all three in one tensor, or one name for each.
+    Names within a layer are relative to `layers` and the layer's number.
+
+    query_key_value: the name of one tensor that holds all three, or the name of each.
     """
 
     patch: str
@@ -44,9 +46,10 @@ class AxialRope(NamedTuple):
 class TowerSpec:
     """A vision transformer: patches of images, each image a sequence whose patches all see each other.
 
-    grid: the patches on a side of the table of positions; 0: there is none.
-    is_interpolated: whether an image's grid is stretched over the table; else it begins at the first place.
-    frames: how often the convolution takes each patch, as a still video.
+    grid: number of patches on a side of the table of positions; 0 without a table.
+    is_interpolated: whether the table is interpolated to an image's grid; otherwise the grid takes the
+        table's first places.
+    frames: number of times that each patch is repeated as a frame of a still video.
     """
 
     names: TowerNames
@@ -68,12 +71,12 @@ class TowerSpec:
 
     @property
     def head_dim(self) -> int:
-        """The dimensions of a head."""
+        """The dimension of a head."""
         return self.hidden_size // self.num_heads
 
     @property
     def patch_numbers(self) -> int:
-        """The numbers of a patch."""
+        """The number of values in a patch."""
         return self.num_channels * self.patch_size**2
 
     @property
@@ -137,15 +140,15 @@ class ProcessingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """What a model sees images with.
+    """The description of how a model reads images.
 
     family: how images are processed and prompts are written: a key of `images.families.FAMILIES`.
     processing: how the processor's configuration says that images become patches.
     projector: makes embeddings of the text model's size.
     token_id: the token that stands for each embedding of an image.
-    tokens_per_image: the embeddings of any image; None: they follow from its size.
-    sees_itself: whether the tokens of an image see each other, later ones too.
-    names: of the tensors of text and tower together.
+    tokens_per_image: number of embeddings of every image; None if it depends on the image's size.
+    sees_itself: whether each token of an image attends to all tokens of the image, including later ones.
+    names: the tensor names of the text model and the tower together.
     """
 
     family: str

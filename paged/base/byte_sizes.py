@@ -13,7 +13,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """Return a size in bytes. Of a text, KB is 1000 bytes, and both KiB and K are 1024.
+    """Return a size in bytes. In a text, KB means 1000 bytes, and both KiB and K mean 1024 bytes.
 
     Raises ConfigError, naming the option, for anything else, and for less than a byte.
     """

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def parse_duration(name: str, value: Any) -> float:
-    """Return a duration in seconds; inf for one that is negative, which means for ever.
+    """Return a duration in seconds. A negative duration means for ever and returns inf.
 
     value: a number of seconds, the same as text, or texts such as "5m", "1h30m", "-1m".
 

@@ -18,7 +18,9 @@ _LOWEST = -(2**31)
 
 
 class Content(NamedTuple):
-    """The tokens [start, end) of a sequence, which stand for the content of this sha256."""
+    """An image, or other content, that stands at the tokens [start, end) of a sequence. It is known by its
+    sha256.
+    """
 
     start: int
     end: int
@@ -35,7 +37,7 @@ def numbers_of(content: Content) -> array[int]:
 class ContentChain(PrefixChain):
     """A `PrefixChain` of tokens and contents.
 
-    contents: in order, none overlapping another.
+    contents: the contents in order, without overlaps.
     """
 
     __slots__ = ("_block_size", "contents")

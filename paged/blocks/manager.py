@@ -163,7 +163,7 @@ class BlockManager:
     ) -> SequenceBlocks:
         """Create a sequence without blocks, and hash the full blocks of its prompt.
 
-        contents: of which some tokens are placeholders.
+        contents: the contents, such as images, for which tokens are placeholders.
         """
         chain = None
         if self.enable_prefix_caching:

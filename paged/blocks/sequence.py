@@ -20,10 +20,10 @@ class SequenceBlocks:
 
     Where sequences have states (see `Snapshots`):
 
-    num_matched: number of leading tokens whose blocks were cached when it was last looked up.
-    is_due: whether the step that is being scheduled leaves a snapshot behind, with which it could begin.
-    last_place: number of tokens before which its prompt leaves snapshots; 0: it has left all.
-    rolling: the slot of its rolling state, and how many tokens that has seen.
+    num_matched: number of leading tokens whose blocks were cached at the last lookup.
+    is_due: whether the step that is being scheduled stores a snapshot with which this sequence could begin.
+    last_place: number of tokens up to which the prompt still stores snapshots; 0 if all are stored.
+    rolling: the slot of its rolling state, and the number of tokens that the state covers.
     """
 
     __slots__ = (

@@ -12,19 +12,20 @@ Slot = int  # a place of a state in all layers; those of snapshots follow those 
 
 
 class Snapshots:
-    """The states that a prefix hit may begin with, each behind a full block of the prefix cache.
+    """The cached recurrent states with which a prefix hit may begin, each belonging to a full block of the
+    prefix cache.
 
-    A snapshot is found by the serial of its block in the first layer group, which stands for all tokens up to
-    the block's end. It is gone when its block leaves the prefix cache, or by its own least recent use, which
-    comes sooner as there are few. A running request has one more state, which it replaces whenever it begins
-    a block, and which becomes a snapshot when the request ends: its rolling state.
+    A snapshot is the state after all tokens up to the end of its block. It is found by the block's serial in
+    the first layer group. A snapshot is dropped when its block leaves the prefix cache, or when it is the
+    least recently used and room is needed. In addition, a running request may have one rolling state, which
+    it replaces whenever it begins a block. When the request ends, its rolling state becomes a snapshot.
 
-    Slots are reused at once, as the moves of states are made in their order. The exception is a state that
-    the step being scheduled leaves behind: nothing reads or replaces it before the next step.
+    Slots are reused at once, because the moves of states are made in order. The exception is a state that the
+    step being scheduled will store: nothing reads or replaces it before the next step.
 
-    num_kept: the most snapshots. num_rolling: the most requests with a rolling state.
-    interval: a prompt leaves a snapshot whenever it has computed a multiple of so many tokens.
-    num_made: how many snapshots were made so far.
+    num_kept: maximum number of snapshots. num_rolling: maximum number of requests with a rolling state.
+    interval: a prompt stores a snapshot at each multiple of this many tokens.
+    num_made: number of snapshots made so far.
     """
 
     def __init__(self, num_kept: int, num_rolling: int, block_size: int, interval: int) -> None:
@@ -46,10 +47,10 @@ class Snapshots:
     # Where
 
     def place_after(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return after how many tokens a prompt leaves its next snapshot; NEVER if it leaves none.
+        """Return after how many tokens a prompt stores its next snapshot; NEVER if it stores none.
 
-        It does where its blocks match others further than any snapshot, at every multiple of the interval,
-        and at the last end of a block before its last token.
+        It stores one where its blocks match other prompts further than any snapshot, at every multiple of the
+        interval, and at the last end of a block before its last token.
         """
         last = seq.last_place
         if num_computed >= last:
@@ -58,12 +59,14 @@ class Snapshots:
         return min(place, seq.num_matched) if seq.num_matched > num_computed else place
 
     def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return the most tokens of a prompt's next chunk, so that it ends where a snapshot is taken."""
+        """Return the maximum number of tokens in a prompt's next chunk, so that it ends where a snapshot is
+        due.
+        """
         return self.place_after(seq, num_computed) - num_computed
 
     def serial_at(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return the serial, in the first group, of the last registered block of a sequence, if this many
-        tokens end with it and it is still cached; else 0.
+        """Return the serial of a sequence's last registered block in the first layer group, if the block is
+        still cached and ends after exactly this many tokens; else 0.
         """
         is_there = 0 < num_tokens == seq.num_registered * self._block_size
         return seq.last[0][1] if is_there and pool.is_known(seq.last[0]) else 0
@@ -76,10 +79,10 @@ class Snapshots:
         return pool.serial(blocks[-1]) if len(blocks) * self._block_size == num_tokens > 0 else 0
 
     def longest(self, serials: Iterable[int]) -> tuple[int, int]:
-        """Return behind how many of a prefix's blocks there is a snapshot, at most: now, and after the step
+        """Return how many leading blocks of a prefix the longest snapshot covers: now, and after the step
         that is being scheduled.
 
-        serials: of the prefix's blocks in the first layer group.
+        serials: the serials of the prefix's blocks in the first layer group.
         """
         slots = self._slots
         now = later = 0
@@ -94,7 +97,7 @@ class Snapshots:
     # Slots
 
     def find(self, serial: int) -> Slot:
-        """Return where the snapshot behind a block is, which is used now."""
+        """Return the slot of the snapshot behind a block, and mark the snapshot as used now."""
         slot = self._slots.pop(serial)
         assert slot not in self._unwritten, "a state is read before it is there"
         self._slots[serial] = slot
@@ -105,17 +108,18 @@ class Snapshots:
         return serial in self._slots
 
     def take(self) -> Slot | None:
-        """Take a slot for a rolling state; None if there is none at the moment."""
+        """Take a slot for a rolling state; None if no slot is free at the moment."""
         return self._free.pop() if self._free else None
 
     def release(self, slot: Slot) -> None:
-        """Give up the slot of a rolling state."""
+        """Give back the slot of a rolling state."""
         self._free.append(slot)
 
     def new(self, serial: int, *, after_step: bool = False) -> Slot | None:
-        """Return the slot of a new snapshot behind a block; None if there is one, or no room.
+        """Return the slot of a new snapshot behind a block; None if the block has a snapshot or there is no
+        room.
 
-        after_step: whether the step that is being scheduled leaves the state behind, rather than reads it.
+        after_step: whether the step that is being scheduled stores the state, rather than reads it.
         """
         if self.has(serial):
             self._use(serial)
@@ -128,7 +132,9 @@ class Snapshots:
         return slot
 
     def keep(self, serial: int, slot: Slot) -> None:
-        """Make a rolling state the snapshot behind a block, unless there is one, or no room."""
+        """Turn a rolling state into the snapshot behind a block, unless the block has one or there is no
+        room.
+        """
         if self.has(serial):
             self._use(serial)
         elif self._make_room():
@@ -144,7 +150,7 @@ class Snapshots:
             (self._parked if slot in self._unwritten else self._free).append(slot)
 
     def launch(self) -> None:
-        """Record that the step is scheduled: what it leaves behind may be read by the next one."""
+        """Record that the step has been scheduled: the next step may read the states that it stores."""
         self._unwritten.clear()
         self._free += self._parked
         self._parked.clear()
@@ -152,11 +158,11 @@ class Snapshots:
     # Pins
 
     def pin(self, serial: int) -> None:
-        """Keep a snapshot from being replaced by others."""
+        """Protect a snapshot from being replaced by others."""
         self._pins[serial] += 1
 
     def unpin(self, serial: int) -> None:
-        """Let a snapshot be replaced again, unless it is pinned once more."""
+        """Allow a snapshot to be replaced again, unless it was pinned several times."""
         self._pins -= Counter([serial])
 
     # For files
@@ -195,7 +201,7 @@ class Snapshots:
     def check(self, pool: BlockPool, sequences: Iterable[SequenceBlocks]) -> None:
         """Assert that every slot is free, or has one state, and that each snapshot is behind a cached block.
 
-        sequences: those that may have a rolling state.
+        sequences: all sequences that may have a rolling state.
         """
         rolling = [seq.rolling[0] for seq in sequences if seq.rolling is not None]
         held = [*self._slots.values(), *rolling, *self._parked, *self._free]

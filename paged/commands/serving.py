@@ -51,7 +51,7 @@ def take_weights(options: ServeOptions, engine_options: dict[str, Any]) -> None:
 
 
 class Served(Protocol):
-    """What a server needs of its front end; see `FrontEnd`."""
+    """The attributes of a front end that a server uses; see `FrontEnd`."""
 
     observers: Observers
     body_budget: BodyBudget
@@ -68,7 +68,7 @@ class Served(Protocol):
         """How many accepted requests have no whole response yet."""
 
     def on_hangup(self) -> None:
-        """Read files again."""
+        """Read files, such as the keys, again."""
 
     def stop(self) -> None:
         """Refuse new requests, and abort the requests in progress."""

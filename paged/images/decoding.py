@@ -34,7 +34,9 @@ def pillow() -> Any:
 
 
 def decode(data: bytes) -> Image.Image:
-    """Return the image in a file, in RGB. Raises RequestError for anything else, and for one too large."""
+    """Decode the image in a file, in RGB. Raises RequestError for other files and for images that are too
+    large.
+    """
     image = opened(data)
     try:
         with warnings.catch_warnings():
@@ -48,7 +50,7 @@ def decode(data: bytes) -> Image.Image:
 
 
 def opened(data: bytes) -> Image.Image:
-    """Return the image in a file, of which only the header is read. Raises RequestError."""
+    """Open the image in a file and read only its header. Raises RequestError."""
     found = pillow()
     try:
         with warnings.catch_warnings():

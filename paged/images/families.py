@@ -12,10 +12,9 @@ from .sizes import Size
 
 
 class ImageTokens(NamedTuple):
-    """The tokens of an image, in the place of its placeholder, with text around them.
+    """The tokens that replace the placeholder of an image, and the text around them.
 
-    before, after: text.
-    token_ids: between them.
+    before, after: the text in front of the tokens and behind them. token_ids: the tokens between these texts.
     """
 
     before: str
@@ -63,7 +62,7 @@ def with_boundaries(vision: VisionSpec, ids: Mapping[str, int] | None) -> Vision
 
 
 def num_embeddings(vision: VisionSpec, size: Size) -> int:
-    """Return how many embeddings an image has that is resized to this size."""
+    """Return the number of embeddings of an image that is resized to this size."""
     return size.height // vision.square * (size.width // vision.square)
 
 

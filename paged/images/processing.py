@@ -16,13 +16,13 @@ from .sizes import Pixels, Resizing
 
 
 def processing_of(vision: VisionSpec) -> ProcessingSpec:
-    """Return how the images of a loaded tower are processed."""
+    """Return the processing of images for a loaded tower."""
     assert vision.processing is not None, "a tower without processing is not loaded"
     return vision.processing
 
 
 def resizing_of(vision: VisionSpec) -> Resizing:
-    """Return how the images of a loaded tower are resized."""
+    """Return the resizing of images for a loaded tower."""
     spec = processing_of(vision)
     return Resizing(spec.rule, spec.sizes, spec.resample, vision.square)
 

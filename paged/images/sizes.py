@@ -31,7 +31,7 @@ class Pixels(NamedTuple):
 class Resizing(NamedTuple):
     """How images are resized: see `ProcessingSpec`.
 
-    square: the pixels on a side of what becomes one embedding.
+    square: the pixels on a side of the square that becomes one embedding.
     """
 
     rule: str
@@ -79,7 +79,7 @@ class Resizing(NamedTuple):
         return whole
 
     def apply(self, image: Image.Image) -> Pixels:
-        """Resize an image in RGB. Raises RequestError for one that is too narrow."""
+        """Resize an image in RGB. Raises RequestError for an image that is too narrow."""
         target = self.target(Size(image.height, image.width))
         resample: Any = self.resample
         found = image.resize((target.width, target.height), resample)

@@ -67,7 +67,9 @@ class Batch:
         return self.given is None and self.grid_positions is None
 
     def forget_given(self) -> None:
-        """Make it a batch of tokens alone. A batch may be used again."""
+        """Remove images and other given embeddings from the batch, so that it can be used again for tokens
+        alone.
+        """
         self.given = self.grid_positions = self.queries.last_keys = None
         self.features = ()
 

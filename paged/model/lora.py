@@ -49,12 +49,11 @@ class LoraLayer:
         kernels: Kernels,
     ) -> None:
         num_parts = len(linear.stored.parts)
-        options = {"dtype": dtype, "device": device}
         self.places = places
         self.num_rows = dict(linear.stored.parts)
         self.in_features = linear.in_features
-        self.a = torch.zeros(num_slots, num_parts, max_rank, linear.in_features, **options)
-        self.b = torch.zeros(num_slots, max_rank, linear.stored.num_rows, **options)
+        self.a = torch.zeros(num_slots, num_parts, max_rank, linear.in_features, dtype=dtype, device=device)
+        self.b = torch.zeros(num_slots, max_rank, linear.stored.num_rows, dtype=dtype, device=device)
         self.ranks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)
         ranges = sorted(
             (place.columns.start, place.columns.stop, place.part)

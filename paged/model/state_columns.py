@@ -19,14 +19,14 @@ def own_columns(whole: StateSpec, shard: Shard) -> list[range]:
 
 
 def own_keys(whole: StateSpec, shard: Shard, first: int) -> Iterable[range]:
-    """Yield the columns of a shard's heads or groups, of the two parts whose columns begin with `first`."""
+    """Yield the columns of a shard's heads or groups in each of two parts, which begin at `first`."""
     own = shard.kv_heads(whole.num_key_heads)
     for part in range(2):
         yield of_heads(own, whole.key_dim, first + part * whole.num_key_heads * whole.key_dim)
 
 
 def own_values(whole: StateSpec, shard: Shard, first: int) -> range:
-    """Return the columns of the values of a shard's heads, where all begin with `first`."""
+    """Return the columns of the values of a shard's heads; the columns of all values begin at `first`."""
     return of_heads(shard.share(whole.num_heads), whole.value_dim, first)
 
 

@@ -84,11 +84,11 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV together.
     cpu_memory_utilization: share of the RAM that is free once the weights are loaded, for KV.
     enable_prefix_caching: reuse the KV of full blocks for prompts with the same beginning; None does so.
-    state_snapshots: for models whose layers keep states: the most states that are kept for prompts with the
-        same beginning; 0 caches no prefix. None takes as many as an eighth of the memory for blocks holds.
-    state_interval: for these models: a prompt leaves a state at each multiple of so many tokens, rounded up
-        to whole blocks. None takes what is estimated to take 200 ms to compute, but no less than a step, and
-        no fewer than have K and V as large as a state.
+    state_snapshots: for models with states: maximum number of states that are cached for prompts with the
+        same beginning; 0 caches no prefix. None takes as many as fit into an eighth of the memory for blocks.
+    state_interval: for models with states: a prompt caches a state at each multiple of this many tokens,
+        rounded up to whole blocks. None takes the number of tokens that takes about 200 ms to compute, but at
+        least a step, and at least as many as have K and V as large as a state.
     scheduling_policy: which request runs next: "fcfs", the earliest; "priority", the lowest number, which may
         preempt requests of higher numbers; "longest-prefix-match", the request with most of its prompt
         cached; "fair", a request of the tenant with the least service; or a `scheduler.policies.Policy`
@@ -143,10 +143,10 @@ class EngineConfig:
         takes all linear layers except experts, embedding and head.
     seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
-    language_model_only: load the text part of a model that sees images alone.
-    limit_mm_per_prompt: the most images of a prompt, {"image": 4} by default.
-    mm_processor_kwargs: values in place of those of preprocessor_config.json, for the keys that it may have.
-    mm_processor_cache_gb: the most memory, in GiB, of embeddings of images that are kept for later prompts.
+    language_model_only: load only the text part of a model that sees images.
+    limit_mm_per_prompt: maximum number of images in a prompt, {"image": 4} by default.
+    mm_processor_kwargs: values that replace values of preprocessor_config.json, by its keys.
+    mm_processor_cache_gb: maximum memory, in GiB, for embeddings of images that later prompts may reuse.
 
     Raises ConfigError naming the value and what is allowed.
     """

@@ -52,9 +52,9 @@ class TokensPrompt(TypedDict):
 class PromptImage:
     """An image of a prompt, resized.
 
-    start, end: the prompt's tokens that stand for it, those between its rows included.
-    sha256: of the pixels and of all that decides what the model makes of them.
-    height, width: in pixels.
+    start, end: the range of the prompt's tokens that stand for the image, including tokens between its rows.
+    sha256: a hash of the pixels and of everything that determines the image's embeddings.
+    height, width: the size in pixels.
     pixels: uint8[height, width, 3], row by row.
     """
 
@@ -182,9 +182,9 @@ class RequestInputs:
     part_of: the call that this request belongs to, such as an HTTP request with many prompts; "" if the
         request is a call by itself. The requests of a call are queued one at a time.
     deadline: the time of the request's timeout, on the scheduler's clock.
-    images: of the prompt, in order.
-    uncut: the runs [first, end) of tokens of the prompt that see each other: no step computes a part of one
-        but for what follows cached blocks.
+    images: the images of the prompt, in order.
+    uncut: ranges [first, end) of prompt tokens that attend to each other. A step computes all of a range,
+        except tokens in cached blocks.
     """
 
     request_id: str = ""

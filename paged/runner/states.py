@@ -111,9 +111,16 @@ def new_states(sizes: Sizes, device: torch.device) -> StateCache:
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     num_slots = sizes.num_states
     try:
-        own = num_slots, sizes.num_host_states, dtype, device
-        of_runs = {"num_seats": sizes.config.num_seats, "num_run_places": sizes.num_run_places}
-        return StateCache(sizes.model, part, *own, **of_runs)
+        return StateCache(
+            sizes.model,
+            part,
+            num_slots,
+            sizes.num_host_states,
+            dtype,
+            device,
+            num_seats=sizes.config.num_seats,
+            num_run_places=sizes.num_run_places,
+        )
     except RuntimeError as error:  # torch has no narrower one for a CPU
         raise ResourceError(
             f"no memory for the states of max_num_seqs {sizes.config.num_seats} sequences and "
@@ -153,8 +160,8 @@ class StateChanges(NamedTuple):
         if self.settled is not None:
             numbers = self.settled.tensor
             num = (len(numbers) - 1) // 5
-            *sequences, runs = numbers.split([num, num, num + 1, 2 * num])
-            self._apply_runs(model, kv_cache, Sequences(*sequences, runs.view(-1, 2)))
+            seats, lengths, bounds, runs = numbers.split_with_sizes([num, num, num + 1, 2 * num])
+            self._apply_runs(model, kv_cache, Sequences(seats, lengths, bounds, runs.view(-1, 2)))
         if self.moves is not None and kv_cache.states is not None:
             kv_cache.states.move(self.moves.tensor, self.runs, model.kernels)
 

@@ -337,7 +337,7 @@ NOT_YET = (
 
 
 def require_reader(text: ModelConfig) -> Read:
-    """Return what reads the tower of a model. Raises UnsupportedModelError if nothing does."""
+    """Return the reader of a model's vision tower. Raises UnsupportedModelError if no reader is known."""
     read = VISION_READERS.get(text.architecture)
     if read is None:
         raise UnsupportedModelError(f"{text.architecture}: {NOT_YET}")

@@ -75,9 +75,9 @@ def local_models() -> list[LocalModel]:
 def find_local(name: str) -> LocalModel | None:
     """Return a model by its name, or by the part of the name behind the owner if no other model has it.
 
-    Small letters and capitals are the same. The quantisation may be left out where there is one alone.
+    Case does not matter. The quantisation may be left out if there is only one.
 
-    Raises CheckpointError where several models go by this name.
+    Raises CheckpointError if several models fit the name.
     """
     wanted = name.casefold()
     models = local_models()
@@ -134,9 +134,9 @@ def _model(name: str, format: str, snapshot: Path, files: Sequence[Path]) -> Loc
 
 
 def remove_local(model: LocalModel) -> int:
-    """Remove the files of a model that no other one in the cache needs. Return how many bytes.
+    """Remove a model's files from the cache, except files that other models need. Return the freed bytes.
 
-    Processes that have mapped them go on with them. Raises ResourceError if they cannot be removed.
+    Processes that have mapped the files can still use them. Raises ResourceError if they cannot be removed.
     """
     folder = model.snapshot.parents[1]
     others = [each for each in _models_in(model.repository, model.snapshot) if each.name != model.name]

@@ -57,7 +57,7 @@ class ModelEntry:
 
 
 def check_name(name: str) -> str:
-    """Return a name. Raises ConfigError for one that is no name, such as a path."""
+    """Return the name if it is valid. Raises ConfigError for other texts, such as a path."""
     if not MODEL_NAME.fullmatch(name) or len(name) > LONGEST_NAME or name == "demo":
         raise ConfigError(
             f"{shown(name)} cannot name a model: take letters, digits, dots, hyphens and underscores, "
@@ -68,7 +68,7 @@ def check_name(name: str) -> str:
 
 
 def default_file() -> Path | None:
-    """Return the user's file, or the one that PAGED_MODELS names; None without a home directory."""
+    """Return the path of the user's file, or the path in PAGED_MODELS; None without a home directory."""
     if given := os.environ.get(VARIABLE):
         return Path(given).expanduser()
     folder = Path(os.environ.get("XDG_CONFIG_HOME", ""))

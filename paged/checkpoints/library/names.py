@@ -11,9 +11,9 @@ from .models_file import ModelEntry, ModelsFile
 def entry_of(name: str, file: ModelsFile) -> ModelEntry:
     """Return the model that a command or a request names.
 
-    A name of models.toml comes first, then a path, then a model in the hub's cache, of which the part behind
-    the owner is enough; any other name is a hub id. A hub id in full stays one, so that the hub is asked for
-    its newest commit.
+    The name is looked up in models.toml first, then as a path, then in the hub's cache, where the part behind
+    the owner is enough. Any other name is a hub id. A full hub id is not looked up in the cache, so that the
+    hub is asked for its newest commit.
 
     Raises CheckpointError for a name that several models of the cache have.
     """

@@ -7,7 +7,9 @@ from ..weights.loading import Loader
 
 
 class TowerLinear(Linear):
-    """A linear layer whose weights stay floats in a quantised model: a tower is small, and loses much."""
+    """A linear layer whose weights stay floats in a quantised model, because a tower is small and would lose
+    much.
+    """
 
     stays_float = True
 

@@ -49,9 +49,9 @@ class Pooler(nn.Module):
 
 
 def mean_of(patches: Tensor, count: int) -> Tensor:
-    """Return the means of so many rows after each other, in float32 added one after another.
+    """Return the means of groups of consecutive rows, added in float32 one row after another.
 
-    The order of torch's sums may depend on the number of rows.
+    torch's own sums may add in an order that depends on the number of rows.
     """
     groups = patches.view(-1, count, patches.shape[1])
     total = groups[:, 0].float()
@@ -87,7 +87,7 @@ class Merger(nn.Module):
 class StackedMerger(nn.Module):
     """Squares of patches, normalised one by one or as a whole, and two layers: Qwen3-VL's.
 
-    name: of its tensors. is_feature: whether squares are normalised as a whole.
+    name: the name of its tensors. is_feature: whether squares are normalised as a whole.
     """
 
     def __init__(

@@ -218,10 +218,11 @@ class Vit(nn.Module):
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Make the embeddings of images.
 
-        patches: f[num_patches, patch_numbers], of all images one after another. Those of an image come square
-            by square, as the projector merges them; squares, and patches in one, row by row.
+        patches: f[num_patches, patch_numbers], the patches of all images one after another. Within an image,
+            patches are ordered by the squares that the projector merges; squares, and the patches in a
+            square, are ordered row by row.
 
-        Returns [num_embeddings, (1 + num_features) * text_size]: each with its features behind it.
+        Returns [num_embeddings, (1 + num_features) * text_size]: each embedding is followed by its features.
         """
         places = torch.cat([squares(grid, self.side) for grid in grids]).to(patches.device)
         residual: Tensor = self.patches(patches)

@@ -39,7 +39,7 @@ def image_part(place: str, url: str, detail: str | None = None) -> dict[str, Any
 
 
 def is_image(part: Mapping[str, Any]) -> bool:
-    """Return whether a part of a chat's message is an image."""
+    """Whether a part of a chat's message is an image."""
     return bool(part["type"] == "image_url")
 
 
