@@ -253,8 +253,10 @@ class PartRunner:
 
 def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
     """Return the slots of adapters in a model. Raises ConfigError where it can have none."""
+    from ..model.decoder import Decoder
     from ..model.lora import LoraSlots
 
+    assert isinstance(model, Decoder), "adapters are for decoders"
     return LoraSlots(
         model,
         num_slots=config.max_loras,

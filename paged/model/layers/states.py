@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -296,13 +296,13 @@ class Decay(Loadable):
             check = ValueCheck(
                 lambda x: ~(x <= 0) | x.isinf(), "be finite and not above 0, as a decay's rate"
             )
-            self.rates = loader.parameter(self.stored, "A", self.A, check).data
+            self.rates = loader.parameter(self.stored, "A", cast(Tensor, self.A), check).data
             del self.A
         else:
             check = ValueCheck(
                 lambda x: ~x.float().exp().isfinite(), "have a finite power of e, as a decay's"
             )
-            self.rates = -loader.parameter(self.stored, "A_log", self.A_log, check).exp()
+            self.rates = -loader.parameter(self.stored, "A_log", cast(Tensor, self.A_log), check).exp()
             del self.A_log
         finite = ValueCheck(lambda x: ~x.isfinite(), "be finite")
         for name, parameter in list(self.named_parameters()):

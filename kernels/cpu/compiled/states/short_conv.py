@@ -115,8 +115,8 @@ def _convolve(kind: int) -> Any:
                     newest += 1
                     convolve_token(args, ring, token, newest, first, count)
                     if is_run:
-                        at = position + token - start
-                        write_inputs(ring, newest, places + at % args.num_places * place_bytes, count)
+                        own = position + token - start
+                        write_inputs(ring, newest, places + own % args.num_places * place_bytes, count)
                 if not is_run:
                     write_state(args, ring, state, first, count, newest)
             start = end
