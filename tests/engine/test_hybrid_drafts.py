@@ -97,7 +97,7 @@ def test_bits_do_not_depend_on_drafts(name, alone):
         stats = engine.stats()
         assert bool(stats.num_swap_preemptions) == (options == SWAP)
         assert bool(stats.num_recompute_preemptions) == ("recompute" in options.values())
-        assert bool(settled) == (options == SWAP)
+        assert settled or options != SWAP
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         if not options:  # from snapshots, some of which were taken behind runs
             assert run(engine, PROMPTS, LENGTH)[0] == alone[name]
