@@ -187,7 +187,7 @@ MULTIMODAL |= {
         {"qwen3_vl_text": TextPart("Qwen3ForCausalLM", _QWEN3_VL_SIZES)},
         _QWEN,
         _QWEN2_VL_TOKENS,
-        "Qwen3-VL (text)",
+        "Qwen3-VL",
         tied=False,
     ),
     "Qwen3VLMoeForConditionalGeneration": Multimodal(
@@ -195,7 +195,7 @@ MULTIMODAL |= {
         {"qwen3_vl_moe_text": TextPart("Qwen3MoeForCausalLM", _QWEN3_VL_MOE_SIZES)},
         _QWEN,
         _QWEN2_VL_TOKENS,
-        "Qwen3-VL 30B-A3B, 235B-A22B (text)",
+        "Qwen3-VL 30B-A3B, 235B-A22B",
         tied=False,
         experts_in_columns=True,
     ),
