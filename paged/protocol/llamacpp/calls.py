@@ -57,7 +57,7 @@ _ANSWER = [
     *refused("lora", "LoRA adapters are not supported yet", []),
     *refused("image_data multimodal_data", "this version takes text alone", []),
 ]
-COMPLETION = FieldTable(
+COMPLETION_FIELDS = FieldTable(
     "/completion",
     [
         Field(
@@ -95,7 +95,7 @@ APPLY = FieldTable("/apply-template", [MESSAGES, *COMMON_FIELDS, TOOLS, *TEMPLAT
 class NativeCall(AnswerCall):
     """A body of /completion."""
 
-    table = COMPLETION
+    table = COMPLETION_FIELDS
     DEFAULT_MAX_TOKENS = None
     NAMES = OwnNames(
         (r"\boptions\.num_predict\b", "n_predict"),

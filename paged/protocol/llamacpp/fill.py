@@ -20,7 +20,7 @@ class FillTokens(NamedTuple):
 
 
 # https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp, and the models' cards.
-FAMILIES = (
+FILL_TOKENS = (
     FillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"),  # Qwen Coder, CodeGemma
     FillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"),  # StarCoder 2
     FillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<filename>"),  # Granite Code
@@ -36,10 +36,10 @@ FAMILIES = (
 
 def fill_tokens_of(special: Collection[str]) -> FillTokens | None:
     """Return the tokens of the first family whose tokens are all special here; None if there is none."""
-    for each in FAMILIES:
+    for each in FILL_TOKENS:
         if all(token in special for token in each if token):
             return each
-    for each in FAMILIES:  # without those of files
+    for each in FILL_TOKENS:  # without those of files
         if all(token in special for token in each[:3] if token):
             return each._replace(file="")
     return None

@@ -33,7 +33,7 @@ SENT_AT_ONCE = 2**16  # bytes of a response, of which a client has to read most 
 # Functions of a request's scope: whether its client was cut off for reading too slowly, and what does so.
 IS_TOO_SLOW = "paged.is_too_slow"
 CUT = "paged.cut"
-LOAD_S = "paged.load_s"  # of a scope: seconds for which the request has waited for its model
+LOADED_AFTER = "paged.load_s"  # of a scope: seconds for which the request has waited for its model
 PARTS_AT_ONCE = 4096  # tokens and candidates of an answer that is made on the event loop
 # An id is written to logs and headers: printable ASCII without spaces, commas and quotes.
 _REQUEST_ID = re.compile(rb"[!#-+\--~]{1,128}")
@@ -131,7 +131,7 @@ class Exchange:
         self.is_accepted = False
         self.is_complete = False
         self.is_passed_on = False
-        self.load_s: float = scope.get(LOAD_S, 0.0)
+        self.load_s: float = scope.get(LOADED_AFTER, 0.0)
         self.record: RequestRecord | None = None
         self.access: Access | None = None
         self.key: KeyUsage | None = None

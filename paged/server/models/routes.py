@@ -31,7 +31,7 @@ from ...scheduler.stats import EngineStats
 from ..app import App, with_origins
 from ..front_end import STOPPING
 from ..gallery import PERIOD_S
-from ..http.exchange import LOAD_S, Exchange, until_disconnect
+from ..http.exchange import LOADED_AFTER, Exchange, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
 from ..routes.llamacpp import PropsRoute, SlotsRoute
@@ -190,7 +190,7 @@ async def pass_on(exchange: Exchange, app: ASGIApp, body: bytes) -> None:
 
     headers = [each for each in exchange.scope["headers"] if each[0] != b"x-request-id"]
     headers.append((b"x-request-id", exchange.request_id.encode()))
-    scope = {**exchange.scope, "headers": headers, LOAD_S: exchange.load_s}
+    scope = {**exchange.scope, "headers": headers, LOADED_AFTER: exchange.load_s}
     await app(scope, receive, send)
 
 

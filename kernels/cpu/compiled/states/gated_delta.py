@@ -156,14 +156,13 @@ def _run(kind: int) -> Any:
         return np.float32(1.0) / np.sqrt(total(squares) + _EPS)
 
     @function
-    def run_tokens(
-        args, head, first, count, states, row_bytes, rows, row_stride, gates, gates_stride, num_rows, start,
-        end, out, scratch,
-    ):  # fmt: skip
+    def run_tokens(args, head, first, count, states, row_bytes, source, start, end, out, scratch):
         """Apply the tokens [start, end) of a sequence to `count` columns of a head, from column `first` on.
 
-        rows, gates: token t is in row t % num_rows. out: 0 keeps no results.
+        source: where rows of inputs and of gates are, and how far apart; token t is in row t % num_rows.
+        out: 0 keeps no results.
         """
+        rows, row_stride, gates, gates_stride, num_rows = source
         key_dim = args.key_dim
         value_dim = args.value_dim
         key_bytes = 4 * padded(key_dim)
@@ -291,10 +290,8 @@ def _run(kind: int) -> Any:
                     copy_state(states, row_bytes, args.key_dim, count, copied)
                     states = copied
                     row_bytes = np.int64(WIDE * VECTOR_BYTES)
-            run_tokens(
-                args, head, first, count, states, row_bytes, rows, row_stride, gates, gates_stride, num_rows,
-                begin, stop, out, scratch,
-            )  # fmt: skip
+            source = rows, row_stride, gates, gates_stride, num_rows
+            run_tokens(args, head, first, count, states, row_bytes, source, begin, stop, out, scratch)
 
     @function
     def run(args, unit, scratch):
