@@ -29,6 +29,7 @@ NO_BENCHMARKS = {
     "gpu.comparators": "started by gpu",
     "gpu.worker": "started by gpu",
     "models.one_kept_start": "started by models",
+    "models.one_llama_cpp_start": "started by models",
     "models.one_start": "started by models",
     "peers.worker": "started by peers",
     "server.aggressors": "started by server",

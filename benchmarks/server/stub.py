@@ -103,8 +103,8 @@ class StubEngine:
         self.around = around
         self.config = EngineConfig(model)
         directory = resolve(model, None)
-        model_config = read_config(directory)
-        self.text = ModelText(self.config, directory, model_config)
+        self.model_config = read_config(directory)
+        self.text = ModelText(self.config, directory, self.model_config)
         self.max_model_len = 2**20
         self.prompts = self.text.new_parser(self.max_model_len)
         self.is_running = True

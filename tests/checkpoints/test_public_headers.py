@@ -94,6 +94,8 @@ HEADERS: dict[str, Tensors] = {
     "AutoRound with a pattern": gptq(4096, 4096, bits=8, groups=32, ordered=False),
     "AutoRound with layers in 8 bits": gptq(4096, 4096, bits=8, groups=32, ordered=False),
     "AutoRound with layers in floats": FLOATS,
+    "Qwen 3.5 GPTQ-Int4": FLOATS,
+    "GPTQModel with other sizes for a module": gptq(4096, 4096, bits=8, groups=32),
     "Llama 3.1 quantized.w4a16": packed(4096, 512, 32),
     "Llama 3.1 quantized.w8a16": packed(4096, 1024, 1),
     "Llama 3.1 quantized.w8a8": {"weight": (I8, 4096, 4096), "weight_scale": (BF16, 4096, 1)},

@@ -156,9 +156,9 @@ def test_a_chat_samples_less_widely_where_nobody_says_how(run, loaded):
     drawn = []
     add_request = loaded.add_request
 
-    def recording(request_id, prompt, params):
+    def recording(request_id, prompt, params, **more):
         drawn.append(params)
-        add_request(request_id, prompt, params)
+        add_request(request_id, prompt, params, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded, "add_request", recording)

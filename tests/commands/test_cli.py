@@ -193,7 +193,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     run("generate", "x")
     wanted = [given, {"stop": ["a", "b,c"]}, {"detokenize": False}, {}]
     assert seen == [
-        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}), None)
+        ({"model": "demo"}, "x", SamplingParams(**{"max_tokens": 256, "top_p": 0.25, **params}), [], None)
         for params in wanted
     ]
     # The other kinds of structured outputs, as text or in a file.
@@ -210,7 +210,7 @@ def test_every_sampling_flag_reaches_the_engine(run, monkeypatch, tmp_path):
     ]
     for argv, _ in flags:
         run("generate", "x", *argv)
-    assert [params.structured_outputs for *_, params, _ in seen] == [
+    assert [params.structured_outputs for _, _, params, _, _ in seen] == [
         StructuredOutputsParams(**language) for _, language in flags
     ]
 

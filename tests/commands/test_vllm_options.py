@@ -49,7 +49,7 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
         assert from_environment({"port": int}, {f"PAGED_{name.upper()}": ""}) == {}
     # A switch has no value; its negation is another flag.
     assert without_flag("x", ["--disable-log-stats", "m"], "--disable-log-stats") == ["m"]
-    assert without_flag("x", ["--no-enable-lora", "m"], "--no-enable-lora") == ["m"]
+    assert without_flag("x", ["--no-enable-eplb", "m"], "--no-enable-eplb") == ["m"]
     assert without_flag("x", ["--enable-chunked-prefill=true"], "--enable-chunked-prefill") == []
     assert without_flag("x", ["-dp", "1", "-ep=1"], "-d") == ["-ep=1"]
     assert without_flag("x", ["--nonsense", "1"], "--nonsense") is None
@@ -68,7 +68,7 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
         ),
         ("serve demo -dp 4", "paged serve got -dp 4: of the ways to use several devices"),
         ("serve demo --api-server-count 2", "paged serve got --api-server-count 2: one process answers HTTP"),
-        ("generate x --enable-lora", "paged generate got --enable-lora: LoRA adapters are not supported yet"),
+        ("generate x --enable-eplb", "paged generate got --enable-eplb: the choice of experts is not"),
         (
             "generate x --no-enable-chunked-prefill",
             "got --no-enable-chunked-prefill: long prompts are always",
@@ -84,7 +84,7 @@ def test_every_option_is_accepted_at_a_value_that_changes_nothing(tmp_path):
             "paged chat got --num-gpu-blocks-override 7: its name is num_blocks",
         ),
         ("warmup --data_parallel_size 2", "paged warmup got --data_parallel_size 2: of the ways"),
-        ("generate x -tp 1 --enable-lora", "paged generate got --enable-lora: LoRA"),
+        ("generate x -tp 1 --enable-eplb", "paged generate got --enable-eplb: the choice"),
         ("generate x -tp 1 --nonsense", "No such option: --nonsense"),
     ],
 )

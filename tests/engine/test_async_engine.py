@@ -495,10 +495,10 @@ def test_long_prompt_is_encoded_beside_the_event_loop():
             {"structured_outputs": StructuredOutputsParams(regex="compiled|once")},
         ),
         (
-            "requests.token_rules._breakers",
+            "requests.tokenized_rules._breakers",
             {"dry_multiplier": 1.0, "dry_sequence_breakers": ["look", "for"]},
         ),
-        ("requests.token_rules._spellings", {"bad_words": [f"word {i}" for i in range(200)]}),
+        ("requests.tokenized_rules._spellings", {"bad_words": [f"word {i}" for i in range(200)]}),
     ],
 )
 def test_what_takes_long_to_compile_holds_up_neither_loop_nor_engine(monkeypatch, function, fields):
@@ -603,7 +603,7 @@ def test_a_fork_is_a_stream_of_its_own(engine, kind):
 
 COMPILED = {
     "sampling.structured_outputs._compile": {"structured_outputs": StructuredOutputsParams(regex="kept|by")},
-    "requests.token_rules._spellings": {"bad_words": [f"word {i}" for i in range(200)]},
+    "requests.tokenized_rules._spellings": {"bad_words": [f"word {i}" for i in range(200)]},
     "requests.stop_strings.StopStrings": {"stop": [f"stop number {i}" for i in range(200)]},
 }
 
@@ -680,7 +680,7 @@ engine = AsyncLLMEngine("demo", num_blocks=128, skip_tokenizer_init=True)
 
 async def main():
     global stream
-    stream = engine.generate([1, 2, 3], SamplingParams(ignore_eos=True))
+    stream = engine.generate([1, 2, 3], SamplingParams(ignore_eos=True, max_tokens=1000))
     print((await anext(stream)).finished)
 
 asyncio.run(main())

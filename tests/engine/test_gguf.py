@@ -47,7 +47,15 @@ from paged.checkpoints.model_directory import resolve
 from paged.model.layers.rotary import scaled_frequencies
 from paged.model.weights.loading import open_tensors
 from paged.simulate.cost import layer_bytes, table_bytes
-from tests.support.checkpoints import CONFIGS, SHAPE, Reference, new_engine, ragged_prompts, random_model
+from tests.support.checkpoints import (
+    CONFIGS,
+    SHAPE,
+    ExactReference,
+    Reference,
+    new_engine,
+    ragged_prompts,
+    random_model,
+)
 from tests.support.gguf_files import Stored, Typed, in_type, write_gguf
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -161,7 +169,8 @@ def greedy(engine: Any, lengths: list[int], max_tokens: int) -> list[list[int]]:
 def assert_same_tokens(model: Any, path: Path, directory: Path, lengths: list[int], max_tokens: int) -> Any:
     """Compare the engine on a file with transformers on the same model, in a ragged batch."""
     model.save_pretrained(directory)
-    expected = Reference(directory)
+    # The routers and states of transformers in float32 are too far from the exact ones for some prompts.
+    expected = (ExactReference if path.stem in STATES else Reference)(directory)
     engine = new_engine(path)
     prompts = ragged_prompts(lengths)
     assert greedy(engine, lengths, max_tokens) == [expected.greedy(each, max_tokens)[0] for each in prompts]
@@ -172,7 +181,7 @@ def assert_same_tokens(model: Any, path: Path, directory: Path, lengths: list[in
 def test_family(name, tmp_path):
     """Names, order of rows, norms and config, with windows and rope beyond the trained context."""
     model = random_model((CONFIGS | OWN)[name]())
-    path = write_model(tmp_path / "model.gguf", model)
+    path = write_model(tmp_path / f"{name}.gguf", model)
     lengths = [70, 5] if name == "phi3-longrope" else [40, 9, 1]
     assert_same_tokens(model, path, tmp_path / "hf", lengths, 6)
 

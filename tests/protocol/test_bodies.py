@@ -377,7 +377,7 @@ def test_every_error_of_a_parameter_carries_it():
         "options/sampling_params",
         "engine/request_factory",
         "requests/contradictions",
-        "requests/token_rules",
+        "requests/tokenized_rules",
     ):
         tree = ast.parse((Path(paged.__file__).parent / f"{path}.py").read_text())
         made = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -146,7 +146,7 @@ def test_equals_batches_of_plans_that_tell_everything(windows, num_host_blocks, 
             if changed.num_computed_tokens + 1 == changed.num_tokens:
                 scheduler.replace_last_token(changed, 8)
     assert (scheduler.counters.num_draft_tokens > 30) is (num_right is not None)
-    assert is_decode.count(True) > 3
+    assert is_decode.count(True) > 2
     assert is_decode.count(False) > 10
     assert scheduler.counters.num_swapped if num_host_blocks else scheduler.counters.num_recomputed
 

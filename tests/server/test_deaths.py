@@ -28,6 +28,7 @@ from paged import (
     RequestTimeoutError,
     SamplingParams,
 )
+from paged.checkpoints.library.models_file import ModelEntry
 from paged.commands.serve import _serve
 from paged.requests.request import RequestMetrics
 from paged.runner.model_runner import ModelRunner
@@ -325,7 +326,7 @@ def _counts(metrics: RequestMetrics) -> dict[str, Any]:
 def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
     """Without an engine the server ends with 1. On a signal streams finish first, even if one is replaced."""
     monkeypatch.setattr("paged.server.telemetry.request_log.set_up_logging", lambda _: None)
-    monkeypatch.setattr("paged.commands.serve._collect_garbage", lambda _: asyncio.sleep(3600))
+    monkeypatch.setattr("paged.commands.serving._collect_garbage", lambda _: asyncio.sleep(3600))
     options = ServeOptions(port=0, max_restarts=num_restarts)
     body = json.dumps(
         {"prompt": "x", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -342,7 +343,14 @@ def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
         loop = asyncio.get_running_loop()
         with MortalEngines(engines[:1], 0, None).installed() as lives, bind_all(options) as listeners:
             port = listeners.main.getsockname()[1]
-            serving = loop.create_task(_serve({"model": "demo", **OPTIONS}, options, listeners))
+            serving = loop.create_task(
+                _serve(
+                    ModelEntry(name="demo", checkpoint="demo"),
+                    {"model": "demo", **OPTIONS},
+                    options,
+                    listeners,
+                )
+            )
             while True:  # until it listens
                 await asyncio.sleep(0.02)
                 with contextlib.suppress(OSError):

@@ -8,7 +8,7 @@ import pytest
 
 from paged.base.errors import PagedError, RequestError
 from paged.protocol.endpoints import parse_call
-from paged.protocol.llamacpp.fill import FAMILIES, fill_tokens_of
+from paged.protocol.llamacpp.fill import FILL_TOKENS, fill_tokens_of
 from tests.support.lobbies import lobby_here
 
 PROMPT = {"prompt": "def f(x):", "n_predict": 6, "seed": 1, "temperature": 0.7}
@@ -107,7 +107,7 @@ def test_a_model_without_such_tokens_is_told(served):
     assert status == 400
     assert "no special tokens for filling in the middle" in json.loads(data)["error"]["message"]
     assert fill_tokens_of(["<fim_prefix>"]) is None
-    assert len({*FAMILIES}) == len(FAMILIES)
+    assert len({*FILL_TOKENS}) == len(FILL_TOKENS)
 
 
 @pytest.mark.parametrize(

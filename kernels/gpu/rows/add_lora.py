@@ -12,6 +12,7 @@ from ..target import check_launchable
 _ROWS = 16  # the fewest of a product of tensor cores
 _COLUMNS = 256
 _INPUTS = 64
+_NUMBERS = 512  # of B at a time, as registers hold them
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_ranges"])
@@ -34,6 +35,7 @@ def _add_lora_kernel(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    STEP_COLUMNS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
 ):
     """One program takes BLOCK_ROWS tokens and BLOCK_COLUMNS columns, one adapter after another.
@@ -45,7 +47,7 @@ def _add_lora_kernel(
     last_slot = tl.max(slots, axis=0)
     slot = tl.min(tl.where(slots < 0, last_slot + 1, slots), axis=0)
     offs_rank = tl.arange(0, BLOCK_RANK)
-    offs_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    first_column = tl.program_id(1) * BLOCK_COLUMNS
     offs_input = tl.arange(0, BLOCK_INPUTS)
     while slot <= last_slot:
         is_own = slots == slot
@@ -54,8 +56,7 @@ def _add_lora_kernel(
             end = tl.load(columns_ptr + 3 * i + 1)
             part = slot.to(tl.int64) * NUM_PARTS + tl.load(columns_ptr + 3 * i + 2)
             rank = tl.load(ranks_ptr + part)
-            mask_column = (offs_column >= first) & (offs_column < end)
-            if (tl.max(mask_column.to(tl.int32), axis=0) > 0) & (rank > 0):
+            if (first < first_column + BLOCK_COLUMNS) & (first_column < end) & (rank > 0):
                 inner = tl.zeros([BLOCK_ROWS, BLOCK_RANK], dtype=tl.float32)
                 for k in range(0, IN_FEATURES, BLOCK_INPUTS):
                     mask_input = k + offs_input < IN_FEATURES
@@ -73,16 +74,19 @@ def _add_lora_kernel(
                         other=0.0,
                     )
                     inner = tl.dot(x, a, inner, input_precision="ieee")
-                b = tl.load(
-                    b_ptr + (slot.to(tl.int64) * MAX_RANK + offs_rank)[:, None] * SIZE + offs_column[None, :],
-                    mask=(offs_rank < rank)[:, None] & mask_column[None, :],
-                    other=0.0,
-                )
-                added = tl.dot(inner, b.to(tl.float32), input_precision="ieee")
-                mask = is_own[:, None] & mask_column[None, :]
-                at = out_ptr + row[:, None] * stride_out + offs_column[None, :]
-                total = tl.load(at, mask=mask, other=0.0).to(tl.float32) + added
-                tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+                for step in range(0, BLOCK_COLUMNS, STEP_COLUMNS):
+                    column = first_column + step + tl.arange(0, STEP_COLUMNS)
+                    mask_step = (column >= first) & (column < end)
+                    b = tl.load(
+                        b_ptr + (slot.to(tl.int64) * MAX_RANK + offs_rank)[:, None] * SIZE + column[None, :],
+                        mask=(offs_rank < rank)[:, None] & mask_step[None, :],
+                        other=0.0,
+                    )
+                    added = tl.dot(inner, b.to(tl.float32), input_precision="ieee")
+                    mask = is_own[:, None] & mask_step[None, :]
+                    at = out_ptr + row[:, None] * stride_out + column[None, :]
+                    total = tl.load(at, mask=mask, other=0.0).to(tl.float32) + added
+                    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
         slot = tl.min(tl.where(slots <= slot, last_slot + 1, slots), axis=0)
 
 
@@ -119,6 +123,7 @@ def _bind(
     check_launchable("x", x)
     num_tokens, size = out.shape
     _, num_parts, max_rank, in_features = a.shape
+    block_rank = max(16, triton.next_power_of_2(max_rank))
     return BoundLaunch(
         _add_lora_kernel,
         (triton.cdiv(num_tokens, _ROWS), triton.cdiv(size, _COLUMNS)),
@@ -130,9 +135,10 @@ def _bind(
         SIZE=size,
         NUM_PARTS=num_parts,
         MAX_RANK=max_rank,
-        BLOCK_RANK=max(16, triton.next_power_of_2(max_rank)),
+        BLOCK_RANK=block_rank,
         BLOCK_ROWS=_ROWS,
         BLOCK_COLUMNS=_COLUMNS,
+        STEP_COLUMNS=min(_COLUMNS, max(16, _NUMBERS // block_rank)),
         BLOCK_INPUTS=_INPUTS,
         num_warps=4,
     )

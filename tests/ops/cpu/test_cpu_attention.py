@@ -336,8 +336,8 @@ def test_rows_of_any_length_are_not_left_to_torch(size, dtype, monkeypatch):
         monkeypatch.delattr(reference, name)
     for place in (
         "row_kernels.silu_and_mul",
-        "row_kernels.gelu_and_mul",
-        "norms.layer_norm",
+        "activations.gelu_and_mul",
+        "layer_norm.layer_norm",
         "rotary_store_kv.rotary_store_kv",
     ):
         monkeypatch.delattr(f"paged.kernels.cpu.rows.{place}_by_torch")
