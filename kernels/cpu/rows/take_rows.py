@@ -17,7 +17,7 @@ from ..formats import (
     expanded_bytes,
 )
 from ..launch.tasks import Task
-from ..linear.panels import Panels, check_panels, check_result_dtype, from_parts
+from ..linear.panels import Panels, check_result_dtype, from_parts
 from ..target import LANES, VECTOR_BYTES
 
 _CPU = torch.device("cpu")
@@ -77,6 +77,8 @@ def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tens
     dtype: the dtype of the result, which must hold the weight's numbers exactly.
     """
     if not is_trusted():
+        from ..linear.panel_checks import check_panels
+
         check_panels(panels)
         check_result_dtype(dtype)
         check_shape("indices", indices, (None,), torch.int64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.coded import Weight, WholeWeight
+from ...kernels.checks import TrustedContents
 from ...kernels.panels import (
     Panels,
     can_pair,
@@ -102,7 +103,8 @@ class PanelWeight(TableForm):
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight, self._whole)
         panels = pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
-        return pack_bf12(panels, num_shards=self._whole.num_shards)
+        with TrustedContents():
+            return pack_bf12(panels, num_shards=self._whole.num_shards)
 
     @property
     def is_recordable(self) -> bool:
