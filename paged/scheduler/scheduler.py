@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
+    from .runs import Runs
     from .state_moves import StateMoves
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
@@ -458,7 +460,7 @@ class Scheduler:
         reported = []
         for row in range(num_decodes, len(schedule.requests)):
             request = schedule.requests[row]
-            # Which of its drafts a run accepts, `_take_run` knows.
+            # Which of its drafts a run accepts, `Runs.take` knows.
             request.num_computed_tokens += 1 if row < first_prompt else schedule.num_new_tokens[row]
             request.ready = True
             if request.report is not None and schedule.end_reported(row, now):
@@ -474,7 +476,9 @@ class Scheduler:
             if token is None:
                 if row in runs:
                     drafts = schedule.drafts[row - num_decodes] if num_decodes <= row < first_prompt else None
-                    self._take_run(request, runs[row], now, drafts)
+                    self._runs.take(request, runs[row], now, drafts, self.end_at_stop_string)
+                    if self.drafts is not None and drafts is not None:
+                        self.drafts.record(self._runs.num_accepted)
                 else:
                     if self._running.states is not None and num_decodes <= row < first_prompt:
                         self._running.states.end_run(request, 1)  # the token before its drafts
@@ -503,55 +507,12 @@ class Scheduler:
             self.drafts.end_step(schedule, self.clock)
         return advanced + reported if reported else advanced
 
-    def _take_run(
-        self, request: Request, run: Sequence[int], now: float, drafts: Sequence[int] | None
-    ) -> None:
-        """Append several tokens, or none: then the request's last token is computed once more, and sampled.
+    @cached_property
+    def _runs(self) -> Runs:
+        """What records the rows of steps that got none or several tokens."""
+        from .runs import Runs
 
-        Of several, those that the step has computed already are not computed again. What follows the end of
-        the output does not count.
-
-        drafts: the drafts that the run begins with, but perhaps for its last token; None: the step computed
-            none.
-        """
-        num_known = request.num_tokens
-        for token in run:
-            request.token_ids.append(token)
-            if request.num_tokens >= request.on_token_from or token in request.stop_ids:
-                request.on_token(token, now)
-            if self.end_at_stop_string is not None and request.inputs.params.stop:
-                self.end_at_stop_string(request)
-            if request.has_just_grown_long:
-                self.preemption.hold_grown_long(request)
-            if not request.ready:  # finished, or grown long
-                break
-        del request.sampling.logprobs[request.num_output_tokens :]
-        if drafts is None and self.block_manager.has_states and not run and request.ready:
-            # Its state has seen the last token, which is computed once more: only from the start.
-            self.preemption.hold_grown_long(request)
-        elif drafts is None:
-            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            self.block_manager.rewind(request.blocks, request.num_computed_tokens)
-            self._running.resend(request)  # its seat knows another last token
-        else:
-            # The step has counted the first token of the run.
-            num_right = request.num_tokens - request.num_computed_tokens
-            request.num_computed_tokens = request.num_tokens - 1
-            if self._running.states is not None:
-                self._running.states.end_run(request, num_right)
-            self.block_manager.truncate(request.blocks, request.num_computed_tokens)
-            self._running.correct(request)
-            # A run whose next row has an error ends with a draft.
-            num_accepted = len(run) - (run[-1:] != drafts[len(run) - 1 : len(run)])
-            self.counters.count_drafts(len(drafts), num_accepted)
-            request.metrics.num_drafts += 1
-            request.metrics.num_draft_tokens += len(drafts)
-            request.metrics.num_accepted_tokens += num_accepted
-            if self.drafts is not None:
-                self.drafts.record(num_accepted)
-        num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
-        self.counters.num_generated_tokens += num_more
-        self.policy.generated([request] * num_more)
+        return Runs(self.block_manager, self._running, self.preemption, self.counters, self.policy)
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""
