@@ -19,7 +19,9 @@ from ..options.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
+from .core import EngineCore
 from .forks import new_fork
+from .generation import Progress, call_with_error_prefix, progress_bar
 from .request_factory import RequestFactory
 from .request_spec import RequestSpec
 
@@ -298,3 +300,27 @@ class BeamSearch:
                 self._pending.remove(request)
             elif request.status is not RequestStatus.FINISHED:
                 self.scheduler.abort(request)
+
+
+def search_beams(
+    core: EngineCore,
+    prompts: list[Prompt],
+    params: BeamSearchParams,
+    lora_request: LoRARequest | None,
+    priority: float,
+    tenant: str,
+    *,
+    use_tqdm: Progress,
+) -> list[BeamSearchOutput]:
+    """Search the continuations of all prompts at once; see `LLMEngine.beam_search`."""
+    search = BeamSearch(core.factory, core.scheduler, params)
+    for i, prompt in enumerate(prompts):
+        terms = (core.next_id(), prompt, priority, tenant, lora_request)
+        call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
+    try:
+        with progress_bar(use_tqdm, len(prompts), "Searching", "prompt") as bar:
+            for _ in search.run(core.step):
+                bar.update()
+    finally:
+        search.abort()
+    return [group.output(core.factory.tokenizer) for group in search.groups]
