@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..base.errors import EngineDeadError, RequestError
@@ -21,12 +21,8 @@ from .request_spec import RequestSpec
 if TYPE_CHECKING:
     from ..runner.executor import Executor, PendingStep
     from .grammar_waits import GrammarWaits
+    from .logprob_turns import LogprobTurns
     from .reports import ReportSpec, ReportTerms
-
-# Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
-CANDIDATES_OF_STEP = 4096
-CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
-CANDIDATES_ALONE = 2 * CANDIDATES_OF_STEP  # requests may come meanwhile
 
 
 class EngineCore:
@@ -57,9 +53,7 @@ class EngineCore:
         self._with_grammars: set[RequestGroup] = set()
         self._waits: GrammarWaits | None = None  # from the first request with a grammar on
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
-        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities, in turn
-        self._undecoded: Set[RequestGroup] = frozenset()  # with candidates that are not decoded yet
-        self._num_to_decode = 0  # how many candidates the step may decode
+        self._logprobs: LogprobTurns | None = None  # from the first request with log-probabilities on
         self._ids = itertools.count()
         self._in_flight: deque[tuple[Schedule, PendingStep]] = deque()  # steps that were launched
 
@@ -104,7 +98,8 @@ class EngineCore:
             except BaseException as error:
                 self._recover(error)
                 raise
-            self._decode_logprobs()
+            if self._logprobs is not None:
+                self._logprobs.decode(self._finished)
             self.publish(self._groups_in(outbox, advanced))
         if is_blocked and self._waits is not None:
             self._waits.wait()
@@ -127,7 +122,8 @@ class EngineCore:
         assert self.dead is not None
         if not self._finished:
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
-        self._decode_logprobs()
+        if self._logprobs is not None:
+            self._logprobs.decode(self._finished)
         self.publish()
         return []
 
@@ -136,42 +132,15 @@ class EngineCore:
 
         If a request's log-probabilities are not all decoded yet, it is published after a later step.
         """
-        finished = [group for group in self._finished if group not in self._undecoded]
+        undecoded = () if self._logprobs is None else self._logprobs.undecoded
+        finished = [group for group in self._finished if group not in undecoded]
         for group in dict.fromkeys([*groups, *finished]):
-            if group in self._undecoded:
+            if group in undecoded:
                 continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
-
-    def _decode_logprobs(self) -> None:
-        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities, plus as many as the step made.
-
-        Each request gets an equal share. What remains goes to one request after the other, finished ones
-        first, as their readers wait. The next step begins with the requests that got least.
-        """
-        self._undecoded = frozenset()
-        if not self._reporting:
-            return
-        self._num_to_decode += CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
-        got = dict.fromkeys(sorted(self._reporting, key=lambda group: group not in self._finished), 0)
-        share = max(1, min(CANDIDATES_OF_EACH, self._num_to_decode // len(got)))
-        undecoded = [*got]
-        for most in (share, CANDIDATES_ALONE):
-            undecoded = [group for group in undecoded if self._decode_some(group, most, got)]
-        if undecoded:
-            self._reporting = dict.fromkeys([*sorted(undecoded, key=got.__getitem__), *self._reporting])
-            self._undecoded = {*undecoded}
-        self._num_to_decode = 0
-
-    def _decode_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
-        """Decode up to `most` candidates of a request. Return whether some may be left."""
-        bound = max(0, min(most, self._num_to_decode))
-        num = self.outputs.decode_logprobs(group, bound)
-        self._num_to_decode -= num
-        got[group] += num
-        return num >= bound
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
         """Yield the group of each request that is unfinished."""
@@ -221,8 +190,9 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.
         output.record_reports(schedule)
-        # Unless as many are decoded as come, the candidates left of many requests would become ever more.
-        self._num_to_decode = output.record_logprobs(schedule)
+        num_candidates = output.record_logprobs(schedule)
+        if self._logprobs is not None:
+            self._logprobs.num_new = num_candidates
         advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._waits is not None and self._with_grammars:
@@ -321,7 +291,11 @@ class EngineCore:
             self._with_stops.add(group)
         inputs = group.samples[0].inputs
         if inputs.wants_logprobs or inputs.params.prompt_logprobs is not None:
-            self._reporting[group] = None
+            if self._logprobs is None:
+                from .logprob_turns import LogprobTurns
+
+                self._logprobs = LogprobTurns(self.scheduler, self.outputs)
+            self._logprobs.add(group)
         if group.samples[0].sampling.grammar is not None:
             self._with_grammars.add(group)
             if self._waits is None:
@@ -435,5 +409,6 @@ class EngineCore:
         self._with_grammars.discard(group)
         if self._waits is not None:
             self._waits.forget(group.samples)
-        self._reporting.pop(group, None)
+        if self._logprobs is not None:
+            self._logprobs.forget(group)
         self.outputs.forget(group)
