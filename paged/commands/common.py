@@ -16,7 +16,8 @@ import typer
 
 from ..base.errors import ClusterError, PagedError, ResourceError
 from ..options.config import EngineConfig
-from ..options.sampling_params import SamplingParams, StructuredOutputsParams, biases_of
+from ..options.logits import biases_of
+from ..options.sampling_params import SamplingParams, StructuredOutputsParams
 from .headings import MODEL, OUTPUT
 from .options import option
 

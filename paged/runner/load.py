@@ -311,7 +311,7 @@ def open_model(
 
             leave_gates_apart(model)
         if config.quantization == "int4":
-            from ..model.layers.linear import require_whole_groups
+            from .quantised import require_whole_groups
 
             require_whole_groups(whole)
         check_weights(whole.loadables(), sources, names, directory, recognizers)

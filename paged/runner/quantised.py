@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from ..architectures.config import ModelConfig
 from ..architectures.schemes import UNUSED, Quantization
@@ -14,9 +15,11 @@ from ..checkpoints.gguf.gguf_file import GgufTensor
 from ..checkpoints.stored import Sources
 from ..device.devices import is_here, weights_in_panels
 from ..kernels.operations import Kernels
+from ..model.layers.linear import Linear
 from ..model.weights.choice import Forms, choose_forms
 from ..model.weights.kv_scales import FoundScales, read_kv_scales
 from ..model.weights.loading import KVScales
+from ..model.weights.quantization import Int4Weight
 from .sizes import Sizes
 
 logger = logging.getLogger(__name__)
@@ -71,3 +74,16 @@ def float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
     return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)
+
+
+def require_whole_groups(model: nn.Module) -> None:
+    """Raise ConfigError for a layer whose inputs cannot be divided into int4 groups."""
+    size = Int4Weight.GROUP
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear) or module.role == "head" or module.stays_float:
+            continue
+        if module.in_features % size:
+            raise ConfigError(
+                f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
+                f"{module.in_features}; use quantization='int8'"
+            )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..options.sampling_params import SamplingParams, num_arguments
+from ..options.logits import num_arguments
+from ..options.sampling_params import SamplingParams
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .seats import DraftRow, Sampled

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request
 from .policies import Fair
 from .policy import Holdings
 from .running import RunningSet
-from .waiting import Need, Room
+from .waiting import Need, Room, WaitingQueue
 
 
 def victims_for(
@@ -48,6 +49,29 @@ class AboveShare:
         self._fair = fair
         self._running = running
         self._manager = manager
+
+    def make_room(
+        self, room: Room, queue: WaitingQueue, are_settled: Callable[[list[Request]], bool]
+    ) -> Iterator[Request]:
+        """Yield the requests to preempt for the first waiting requests of tenants below their share.
+
+        room: the seats, blocks and tokens of an empty step.
+        are_settled: returns whether no step in flight has any of these requests.
+        """
+        now = self._running.holdings()
+        if not self._fair.any_is_above(now):
+            return
+        for request in self._running.requests:
+            room = room.minus(self._running.claim(request))
+        left = Holdings(self._running.requests)
+        for head in self._fair.heads_below_share(now):
+            found = self.victims(queue.need(head), room, left)
+            if found is None:
+                return  # others behind this one could only take its place
+            victims, room = found
+            if not are_settled(victims):
+                return
+            yield from victims
 
     def victims(self, need: Need, room: Room, left: Holdings) -> tuple[list[Request], Room] | None:
         """Choose requests to preempt for a head, the youngest first; None if it could still not run.

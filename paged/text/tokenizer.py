@@ -214,26 +214,12 @@ class Tokenizer:
         return {self.token_text(token_id): token_id for token_id in self.special_token_ids}
 
     @cached_property
-    def _vocabulary(self) -> dict[str, int]:
+    def vocabulary(self) -> dict[str, int]:
         """The ids of all tokens by their names; empty if the tokenizer runs in a separate process."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             return dict(backend.get_vocab(with_added_tokens=True))
         return {} if self._why_remote is not None else dict(self._tokenizer.get_vocab())
-
-    def difference_from(self, other: Tokenizer) -> str:
-        """Describe how another tokenizer's tokens differ from this tokenizer's; "" if they are equal."""
-        if len(self) != len(other):
-            return f"it has {len(other):,} tokens, not {len(self):,}"
-        ours = self._vocabulary
-        theirs = other._vocabulary
-        if ours != theirs:
-            token = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))[0]
-            return f"token {token!r} is {theirs.get(token, 'missing')}, not {ours.get(token, 'missing')}"
-        if self.special_token_ids != other.special_token_ids:
-            token_id = min(self.special_token_ids ^ other.special_token_ids)
-            return f"token {token_id} is special in one of them only"
-        return ""
 
     @property
     def chat_templates(self) -> dict[str, str]:

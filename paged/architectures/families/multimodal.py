@@ -272,3 +272,22 @@ def placeholders_of(known: Multimodal, hf: Config) -> tuple[tuple[int, str], ...
         if token_id is not None:
             found[check_int(CheckpointError, name, token_id, 0, CEILINGS["vocab_size"])] = name
     return tuple(found.items())
+
+
+def names_around(outer: TensorNames, text: TensorNames) -> TensorNames:
+    """Return names for a checkpoint around the model `text`, which also skip what `text` skips."""
+    skipped = tuple(
+        theirs + name[len(ours) :]
+        for theirs, ours in outer.prefixes
+        for name in text.skipped_prefixes
+        if name.startswith(ours)
+    )
+    parts = outer.parts + text.parts
+    stacks = outer.stacks + text.stacks
+    return replace(
+        outer,
+        skipped_prefixes=outer.skipped_prefixes + skipped,
+        parts=parts,
+        stacks=stacks,
+        only_stacks=text.only_stacks,
+    )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import ConfigError
 from ...checkpoints.stored import StoredRows
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
@@ -105,18 +104,3 @@ class Embedding(Loadable):
     def load(self, loader: Loader) -> None:
         self.form = cast(TableForm, loader.form(self.stored, self.weight, self.role))
         del self.weight
-
-
-def require_whole_groups(model: nn.Module) -> None:
-    """Raise ConfigError for a layer whose inputs cannot be divided into int4 groups."""
-    from ..weights.quantization import Int4Weight
-
-    size = Int4Weight.GROUP
-    for name, module in model.named_modules():
-        if not isinstance(module, Linear) or module.role == "head" or module.stays_float:
-            continue
-        if module.in_features % size:
-            raise ConfigError(
-                f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
-                f"{module.in_features}; use quantization='int8'"
-            )
