@@ -65,14 +65,15 @@ class Snapshots:
         return self.place_after(seq, num_computed) - num_computed
 
     def serial_at(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return the serial of a sequence's last registered block in the first layer group, if the block is
-        still cached and ends after exactly this many tokens; else 0.
+        """Return the serial of a sequence's last registered block in the first layer group.
+
+        Return 0 if the block is no longer cached, or if it does not end after exactly num_tokens tokens.
         """
         is_there = 0 < num_tokens == seq.num_registered * self._block_size
         return seq.last[0][1] if is_there and pool.is_known(seq.last[0]) else 0
 
     def find_serial(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return what `serial_at` does, of any registered block."""
+        """Do what `serial_at` does, for any registered block of the sequence and not only its last one."""
         if (serial := self.serial_at(pool, seq, num_tokens)) or seq.chain is None:
             return serial
         blocks = pool.match(seq.chain, num_tokens // self._block_size)

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of a prompt; None if there is none, and `error` gives the reason."""
+    """The embedding of a prompt, or the reason why it could not be computed.
+
+    embedding: None if the computation failed; `error` then says why.
+    """
 
     embedding: list[float] | None
     error: str | None = None

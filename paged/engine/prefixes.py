@@ -46,10 +46,10 @@ Entry = tuple[bytes, int, int, bytes, bytes]
 
 
 class SavedSnapshots(NamedTuple):
-    """The snapshots in a file, the least recently used first.
+    """The snapshots of states in a file, the least recently used first.
 
-    places: the entry whose block each is behind. states: [num_layers, num_snapshots, size] by the names of
-        `StateCache`.
+    places: for each snapshot, the index of the saved block after which the state was taken.
+    states: the states, [num_layers, num_snapshots, size], by the names of `StateCache`.
     """
 
     places: list[int]

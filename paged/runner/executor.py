@@ -79,7 +79,10 @@ class Executor(Protocol):
         """
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
+        """Overwrite a block with the contents of another one, in the form that `read_blocks` returns.
+
+        Tensors of the cache that are missing in `contents` are not changed.
+        """
 
     def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
         """Return a copy of snapshots on the host: [num_layers, num_slots, size] by the names of `StateCache`.

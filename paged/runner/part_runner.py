@@ -47,13 +47,13 @@ class Peers(Protocol):
         """
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Tell the others how many blocks this process has. Return the smallest numbers of all processes."""
+        """Exchange the numbers of blocks of each process. Return the smallest numbers of all processes."""
 
     def least_seats(self, num_seats: int) -> int:
-        """Tell the others for how many sequences this process has room. Return the smallest number."""
+        """Exchange the number of sequences that fit in each process. Return the smallest of all processes."""
 
     def least_snapshots(self, num_snapshots: int) -> int:
-        """Return for how many snapshots of states all have room, of how many this one has room for."""
+        """Exchange the number of snapshots that fit in each process. Return the smallest of all processes."""
 
 
 class PartRunner:
@@ -232,7 +232,10 @@ class PartRunner:
         return {name: tensor[:, blocks].cpu() for name, tensor in tensors}
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
+        """Overwrite a block with the contents of another one, in the form that `read_blocks` returns.
+
+        Tensors of the cache that are missing in `contents` are not changed.
+        """
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
 

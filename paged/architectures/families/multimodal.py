@@ -27,11 +27,12 @@ class TextPart(NamedTuple):
 
 
 class Multimodal(NamedTuple):
-    """One entry of MULTIMODAL: an architecture around a native text model.
+    """An entry of MULTIMODAL: an architecture that contains a text model which is supported here.
 
-    text: the text models by text_config's model_type; without a model_type, the first is taken.
-    names: the names of tensors in the checkpoint.
-    placeholders: keys of config.json with tokens that stand for images, audio or video, and their defaults.
+    text: the text models by the model_type in text_config. If text_config has none, the first is taken.
+    names: the names of the tensors in the checkpoint.
+    placeholders: the keys of config.json that hold token ids which stand for images, audio or video, and
+        the default of each key.
     """
 
     model_type: str

@@ -91,7 +91,10 @@ class StateLayer(nn.Module):
         raise NotImplementedError
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
-        """Apply the output projection: [n, num_heads, value_dim] -> [n, hidden_size]."""
+        """Apply the output projection to what `project` returned. Return [n, hidden_size].
+
+        The other arguments are those of `Attention.attend`. They have no effect.
+        """
         made = query.flatten(1)
         return gather(self.output(made if self.is_gathered else gather(made, self.shard)), self.shard)
 
