@@ -138,7 +138,7 @@ class Preemption:
                 self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
-        """Keep a running request out of steps once it has reached `RequestInputs.long_from`, as its KV is
+        """Exclude a running request from steps because it has reached `RequestInputs.long_from` and its KV is
         stale.
 
         `requeue_grown_long` queues it before the next step, unless its newest token completed a stop string.
@@ -160,12 +160,14 @@ class Preemption:
             self.requeue(request)
 
     def free(self, request: Request) -> None:
-        """Free a request's blocks. Full blocks stay in the prefix cache."""
+        """Release a request's blocks. Its full blocks stay in the prefix cache."""
         self.keep(request)
         self._manager.release(request.blocks)
 
     def keep(self, request: Request) -> None:
-        """Put what a request has computed into the prefix cache: no step in flight computes it."""
+        """Add the full blocks that a request has computed to the prefix cache. No step in flight may compute
+        it.
+        """
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
         if self._running.states is not None:
             self._running.states.keep(request)
@@ -199,7 +201,7 @@ class Preemption:
         return victims_for(head, need, room, self._running, self._manager, self._max_preemptions)
 
     def check(self) -> None:
-        """Check that every request with a recorded time is held and unfinished."""
+        """Check that every request in the table of held requests is held and unfinished."""
         for request in self._held_since:
             assert request.held, "released, but its time is kept"
             assert request.status is not RequestStatus.FINISHED, "ended, but its time is kept"

@@ -13,9 +13,9 @@ from .schedule import SchedulerCounters
 
 
 class Runs:
-    """Records the runs of a scheduler: the tokens of rows that got none or several.
+    """Records the results of rows for which a step drew several tokens, or none.
 
-    num_accepted: the number of drafts that the last run with drafts has accepted.
+    num_accepted: how many drafts the last run with drafts accepted.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class Scheduler:
 
     @property
     def states(self) -> StateMoves | None:
-        """Where states go; None if requests have none."""
+        """The moves of recurrent states in the next step; None if the model has no such states."""
         return self._running.states
 
     @property
@@ -158,14 +158,17 @@ class Scheduler:
         return self._queue.peek() is not None or not all(request.held for request in self.running)
 
     def run_ahead(self) -> None:
-        """From now on, also schedule decodes of requests that a step in flight computes."""
+        """Enable steps ahead: schedule decodes whose last token a step in flight still computes."""
         from .ahead import StepsAhead
 
         self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
         self.preemption.drain = self.ahead.drain
 
     def have_adapters(self, num_slots: int) -> None:
-        """Run requests with LoRA adapters, of which so many are on the device at once."""
+        """Enable requests with LoRA adapters.
+
+        num_slots: how many adapters are on the device at once.
+        """
         from .adapters import AdapterSlots
 
         self._running.adapters = AdapterSlots(num_slots, self.max_num_seqs)
@@ -521,7 +524,7 @@ class Scheduler:
             self.preemption.release(request)
 
     def cancel(self) -> None:
-        """Discard the steps in flight after a failure, since it is unknown what they wrote or copied.
+        """Discard the steps in flight after a failure, because it is unknown what they have written.
 
         All running requests wait again and are recomputed, and the prefix cache is emptied.
         """
@@ -574,10 +577,10 @@ class Scheduler:
         return None
 
     def fork(self, request: Request, child: Request) -> None:
-        """Start a child of a live request, which has the same tokens so far, except perhaps the newest.
+        """Start a copy of a live request with the same tokens, except perhaps the newest one.
 
-        The child shares the request's blocks. It waits if no seat is free, or if a step in flight computes
-        more of the request than its newest token.
+        The child shares the request's blocks. It waits in the queue if no seat is free, or if a step in
+        flight computes more of the request than its newest token.
         """
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
@@ -623,20 +626,20 @@ class Scheduler:
             self._running.states.copy(request, child, after_step=after_step)
 
     def hold(self, request: Request, reason: int = NO_MASK) -> None:
-        """Hold a request: it computes nothing until it is released, as its reader is slow or its mask is not
-        ready.
+        """Pause a request until `release`, because its reader is slow or its grammar mask is not ready.
 
         A running request keeps its seat and its blocks. It is preempted if a running request needs blocks, or
         if another request waits after held_for_s; such a preemption does not count towards max_preemptions. A
         waiting request is not admitted. Steps in flight may still give a held request a token.
 
-        reason: SLOW_READER or NO_MASK. The request is held until it is released for every reason.
+        reason: SLOW_READER or NO_MASK. If both reasons apply, the request continues after the release of
+            both.
         """
         if request.status is not RequestStatus.FINISHED:
             self._set_held(request, request.held | reason)
 
     def release(self, request: Request, reason: int = NO_MASK) -> None:
-        """Release a held request, unless it is also held for another reason."""
+        """Remove one reason for holding a request. The request continues if it was the last reason."""
         self._set_held(request, request.held & ~reason)
 
     def _set_held(self, request: Request, held: int) -> None:
@@ -658,7 +661,7 @@ class Scheduler:
         self._end(request, "abort", message, kind)
 
     def complete(self, request: Request) -> None:
-        """End a request that no step computes, running or waiting, because nothing can follow its output."""
+        """End a request whose grammar allows no further token. No step may be computing it."""
         self._end(request, "stop")
         self.counters.num_finished += 1
 
@@ -692,11 +695,11 @@ class Scheduler:
         longest: int = 1,
         contents: Sequence[Content] = (),
     ) -> int:
-        """Pin a prefix's cached blocks. Return how many tokens they hold; 0 if nothing was pinned.
+        """Pin the cached blocks of a prefix. Return how many tokens they hold; 0 if nothing was pinned.
 
         Nothing is pinned if no block is cached, or if a live request would not fit in the other blocks.
 
-        longest: maximum tokens of a request that was made but not added yet.
+        longest: the maximum number of tokens of requests that are not in the queue yet.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace, contents)

@@ -74,11 +74,12 @@ class AboveShare:
             yield from victims
 
     def victims(self, need: Need, room: Room, left: Holdings) -> tuple[list[Request], Room] | None:
-        """Choose requests to preempt for a head, the youngest first; None if it could still not run.
+        """Choose requests to preempt for a waiting request, the youngest first; None if it could still not
+        run.
 
-        left: what tenants hold, from which the victims' part is subtracted.
+        left: what tenants hold. The holdings of the chosen requests are subtracted from it.
 
-        Returns also the room that is left when the head runs.
+        Returns the requests, and the room that is left when the waiting request runs.
         """
         gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         victims = list[Request]()
@@ -101,9 +102,10 @@ class AboveShare:
         return victims, room.minus(Room(num_new, need.num_seats, is_partial, need.num_blocks))
 
     def youngest(self, request: Request) -> Request | None:
-        """Return the youngest request of a tenant above its share of blocks; of the request's own if it is.
+        """Return the youngest running request of a tenant above its share of blocks; None if no tenant is.
 
-        The oldest of all requests is never returned, so that it gets on. None: shares do not say who yields.
+        If the tenant of `request` is above its share, only its requests are considered. The oldest of all
+        running requests is never returned, so that it makes progress.
         """
         holdings = self._running.holdings()
         tenant = request.inputs.tenant
