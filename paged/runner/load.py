@@ -99,7 +99,7 @@ def _load(
 
 
 def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
-    """Return whether the cache of packed weights is used for this model."""
+    """Return whether the packed weights of this model are cached for later starts."""
     num_bytes = sum(each.num_bytes for each in loader.sources.values())
     return (
         sizes.config.weights_cache is not False and loader.forms.in_panels and num_bytes >= LEAST_KEPT_BYTES
@@ -107,7 +107,7 @@ def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
 
 
 def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
-    """Return what a model of these sizes, with weights read by this loader, needs of the kernels."""
+    """Return what the kernels must support, and compile, for a model of these sizes and this loader."""
     return Needs(
         operations=frozenset((*operations_of(config), *(("add_lora",) if sizes.config.enable_lora else ()))),
         dtype=getattr(torch, sizes.dtype),
@@ -261,7 +261,7 @@ def open_model(
     """Open the checkpoint in this directory. Yield the model on the meta device, and a loader for its
     weights.
 
-    Only headers, and numbers that describe how weights are stored, are read from the files by then.
+    Only headers, and numbers that describe how weights are stored, have been read when it yields.
 
     Raises the errors of `load_model`.
     """

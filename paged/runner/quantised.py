@@ -44,7 +44,7 @@ def take_scales(
 
 
 def require_no_blocks(sources: Sources, quantization: str) -> None:
-    """Raise ConfigError for a GGUF file that is quantised."""
+    """Raise ConfigError if a GGUF file is already quantised."""
     found = [each for each in sources.values() if isinstance(each, GgufTensor) and each.type.in_blocks]
     if found:
         types = ", ".join(sorted({tensor.type.name for tensor in found}))
@@ -70,7 +70,7 @@ def _without_unused(sources: Sources, quantization: Quantization, kv_scales: Fou
 
 
 def float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
-    """Choose the forms of weights that stay floats in a quantised model."""
+    """Choose the forms of weights that stay floats in a quantised model, such as those of a vision tower."""
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
     return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)
