@@ -346,9 +346,7 @@ class BlockManager:
         return True
 
     def take_host_state(self, seq: SequenceBlocks) -> int:
-        """Free the place of a swapped-out sequence's state in host memory. Return the place, from which it is
-        read.
-        """
+        """Free the place in host memory of a swapped-out sequence's state. Return the place."""
         slot = seq.host_state
         assert slot is not None, "the state of the sequence is not in host memory"
         seq.host_state = None
@@ -428,9 +426,7 @@ class BlockManager:
     def pin(
         self, name: str, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
     ) -> int:
-        """Pin the cached blocks of a prefix under a name, so that they are not evicted. Return how many
-        tokens they hold.
-        """
+        """Pin the cached blocks of a prefix under a name. Return how many tokens they hold."""
         if name in self._pins:
             raise UsageError(f"{name!r} is pinned already")
         self._pins[name] = self.find(token_ids, namespace, contents)

@@ -47,8 +47,7 @@ class Snapshots:
     # Where
 
     def place_after(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return the number of tokens after which a prompt stores its next snapshot; NEVER if it stores no
-        more.
+        """Return the number of tokens after which a prompt stores its next snapshot; NEVER if none follows.
 
         A prompt stores snapshots at every multiple of the interval, at the end of its last full block before
         its last token, and where its cached blocks end, if no snapshot is there.
@@ -79,8 +78,7 @@ class Snapshots:
         return pool.serial(blocks[-1]) if len(blocks) * self._block_size == num_tokens > 0 else 0
 
     def longest(self, serials: Iterable[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prefix have a usable snapshot at their end: now, and after this
-        step.
+        """Return how many leading blocks of a prefix end with a snapshot: now, and after the scheduled step.
 
         serials: the serials of the prefix's blocks in the first layer group.
         """
@@ -116,8 +114,7 @@ class Snapshots:
         self._free.append(slot)
 
     def new(self, serial: int, *, after_step: bool = False) -> Slot | None:
-        """Take a slot for a new snapshot behind a block. Return None if the block has one, or if no slot is
-        free.
+        """Take a slot for a new snapshot behind a block; None if the block has one or no slot is free.
 
         after_step: whether the step that is being scheduled writes the state, instead of reading it.
         """

@@ -310,7 +310,7 @@ class DecodeGraphs:
 
 
 def way_of(draw: Draw) -> Way:
-    """Return how a draw chooses tokens (greedy, sampled or by logits): a part of a graph's key."""
+    """Return how a draw chooses tokens, such as "greedy" or "filtered": a part of a graph's key."""
     batch = draw.batch
     if batch.with_grammar or batch.asked:
         return "logits"

@@ -127,9 +127,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 
 
 def largest_step(sizes: Sizes) -> list[int]:
-    """Make the largest step: as many sequences as allowed share the token budget, so that the logits are
-    largest too.
-    """
+    """Make the largest step: the sequences allowed share its tokens, so that the logits are largest too."""
     budget = sizes.max_num_batched_tokens
     num_seqs = min(sizes.config.num_seats, budget)
     share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)

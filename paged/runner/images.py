@@ -84,9 +84,7 @@ class Images:
         return found
 
     def rehearse(self) -> None:
-        """Run the tower on the largest number of patches, with a full cache. On a GPU, memory is measured
-        meanwhile.
-        """
+        """Run the tower on the largest number of patches, with a full cache, to measure memory on a GPU."""
         kept = torch.empty(self._most_bytes, dtype=torch.uint8, device=self._device)
         side = self._tower.spec.grid or math.isqrt(MOST_PATCHES)
         grid = Grid(side - side % self._tower.side, side - side % self._tower.side)

@@ -76,8 +76,7 @@ class KeptWeights(KeepsWeights):
         return None if cache is None else cls(cache, _facts(sizes, directory, loader), files, sizes)
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the weights from the cache. If they are not there, load the checkpoint and record them for the
-        cache.
+        """Load the weights from the cache, or else from the checkpoint, recording them for the cache.
 
         Returns False if an intact file turned out to belong to another model; the model is then only partly
         loaded.

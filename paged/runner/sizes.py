@@ -147,9 +147,7 @@ class Sizes:
 
     @property
     def uncut_tokens(self) -> int:
-        """The number of image tokens that attend to each other, and must be computed in one step; 0 without
-        such images.
-        """
+        """The most image tokens that attend to each other and must be computed in one step; 0 if none do."""
         vision = self.model.vision
         if vision is None or not vision.sees_itself:
             return 0

@@ -9,8 +9,7 @@ from .schedule import Schedule
 
 
 class AdapterSlots:
-    """The adapter slots of the device. Each slot holds the adapter of running requests, or one that was used
-    earlier.
+    """The adapter slots of the device. A slot holds an adapter of running requests, or an earlier one.
 
     A request is set aside if its adapter is in no slot and all slots are in use; the requests behind it may
     then run first. After max_passes such admissions, no request of another adapter is admitted, so that a
@@ -63,9 +62,7 @@ class AdapterSlots:
         return released
 
     def join(self, request: Request) -> None:
-        """Assign a slot to a request that starts to run: the slot of its adapter, or the least recently used
-        one.
-        """
+        """Assign a slot to a request that starts to run: that of its adapter, or the least recently used."""
         self._num_passes += bool(self._aside)
         adapter = request.inputs.adapter
         if not adapter:
@@ -82,9 +79,7 @@ class AdapterSlots:
         request.adapter_slot = self.slot_of[adapter]
 
     def leave(self, request: Request) -> None:
-        """Count a request that stops running out of its slot. The adapter stays until another one needs the
-        slot.
-        """
+        """Record that a request stops running. Its adapter stays in the slot until another one needs it."""
         adapter = request.inputs.adapter
         if not adapter:
             return
@@ -95,9 +90,7 @@ class AdapterSlots:
             self._idle[adapter] = None
 
     def forget(self) -> None:
-        """Mark all slots as empty after a failed step, which may not have copied adapters. No request may
-        run.
-        """
+        """Mark all slots as empty after a failed step, which may not have copied adapters."""
         assert not self._num_users, "a running request has a slot"
         self.slot_of.clear()
         self._idle.clear()

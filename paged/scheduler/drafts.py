@@ -177,9 +177,7 @@ def _context(schedule: Schedule) -> int:
 
 
 def most_drafts(request: Request, most: int) -> int:
-    """Return the maximum number of drafts for a request that decodes; 0 if its next token ends the output
-    anyway.
-    """
+    """Return the maximum number of drafts of a request that decodes; 0 if its next token is its last."""
     inputs = request.inputs
     num_tokens = request.num_tokens
     if request.num_pending:
@@ -224,8 +222,7 @@ def _grow(
 
 
 def verified(schedule: Schedule, drawn: StepOutput) -> StepOutput:
-    """Compare a step's drafts with the drawn tokens. Return the step's output with one run of tokens per
-    request.
+    """Compare a step's drafts with the drawn tokens. Return its output with a run of tokens per request.
 
     drawn: a token for each sampled row of the plan. A request with drafts has several rows.
 

@@ -14,9 +14,7 @@ from .policy import FirstComeFirstServed, Holdings, Policy, Rank, Shares
 
 
 class Priority(FirstComeFirstServed):
-    """The policy "priority": the lowest priority number runs first, as in vLLM, and may preempt higher
-    numbers.
-    """
+    """The policy "priority", as in vLLM: the lowest number runs first and may preempt higher ones."""
 
     preempts = True
 

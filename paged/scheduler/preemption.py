@@ -138,8 +138,7 @@ class Preemption:
                 self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
-        """Exclude a running request from steps because it has reached `RequestInputs.long_from` and its KV is
-        stale.
+        """Exclude a running request from steps: it has reached `RequestInputs.long_from`, so its KV is stale.
 
         `requeue_grown_long` queues it before the next step, unless its newest token completed a stop string.
         """
@@ -165,9 +164,7 @@ class Preemption:
         self._manager.release(request.blocks)
 
     def keep(self, request: Request) -> None:
-        """Add the full blocks that a request has computed to the prefix cache. No step in flight may compute
-        it.
-        """
+        """Add the full blocks of a request to the prefix cache. No step in flight may compute it."""
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
         if self._running.states is not None:
             self._running.states.keep(request)

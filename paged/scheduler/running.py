@@ -94,9 +94,7 @@ class RunningSet:
         return self.seats.num_free - self._num_reserved_seats
 
     def holdings(self) -> Holdings:
-        """Return the seats and blocks that each tenant holds. They are counted once per step, and again if a
-        request joined.
-        """
+        """Return the seats and blocks that each tenant holds, as counted once in a step."""
         if self._holdings is None:
             self._holdings = Holdings(self.requests)
         return self._holdings
@@ -129,9 +127,7 @@ class RunningSet:
             self._holdings.add(request)
 
     def resend(self, request: Request) -> None:
-        """Send the whole state of a changed request to the device with the next step, if the request is
-        running.
-        """
+        """Send the whole state of a changed request to the device with the next step, if it is running."""
         assert not request.num_pending, "a step in flight would overwrite what is sent"
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
@@ -209,9 +205,7 @@ class RunningSet:
             self.corrected.remove(request)
 
     def missing_blocks(self, request: Request) -> int:
-        """Count the blocks that a request may still need: to finish its prompt or, if it is protected, to
-        end.
-        """
+        """Count the blocks that a request may need to finish its prompt or, if it is protected, to end."""
         return self._manager.missing_blocks(request.blocks, num_tokens_ahead(request))
 
     def num_reserved_blocks(self) -> int:
@@ -221,9 +215,7 @@ class RunningSet:
         return sum(self.missing_blocks(request) for request in self.requests if request.protected)
 
     def grow(self, request: Request, end: int, copies: list[Copy]) -> bool:
-        """Allocate blocks for a request's tokens up to `end` as `BlockManager.grow` does, but no reserved
-        blocks.
-        """
+        """Allocate blocks for a request's tokens up to `end`, no reserved ones; see `BlockManager.grow`."""
         manager = self._manager
         if self._num_protected and not request.protected:
             available = manager.pool.num_available - self.num_reserved_blocks()
@@ -241,9 +233,7 @@ class RunningSet:
         return min(self.max_chunk, snapshots.most_new(request.blocks, request.num_computed_tokens))
 
     def claim(self, request: Request) -> Room:
-        """Return the tokens, seats and blocks of the next step that a running request takes, reserved blocks
-        included.
-        """
+        """Return what a running request takes of the next step, and the blocks reserved for it."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
         end = request.num_tokens + request.num_pending

@@ -188,9 +188,7 @@ class Schedule:
         return asked
 
     def end_reported(self, row: int, now: float) -> bool:
-        """Finish the request in a row if its report has failed, or is complete while the request generates
-        nothing.
-        """
+        """Finish the request of a row if its report has failed, or is complete and all that it wants."""
         request = self.requests[row]
         if request.finish_reason is not None:  # aborted in flight
             return False

@@ -77,9 +77,7 @@ class StateMoves:
         self._moves.append((request.seat, self._num_slots + slot))
 
     def begin(self, request: Request) -> None:
-        """Load the state of a request that has just taken a seat: from a snapshot or from host memory, if it
-        has one there.
-        """
+        """Load the state of a request that took a seat, if a snapshot or the host memory has it."""
         seq = request.blocks
         if seq.host_state is not None:
             slot = self._manager.take_host_state(seq)
@@ -92,9 +90,7 @@ class StateMoves:
     # Snapshots
 
     def leave(self, request: Request, end: int) -> None:
-        """Store a snapshot at the end of a prompt's chunk, if one is due there. The chunk's blocks are
-        registered.
-        """
+        """Store a snapshot at the end of a prompt's chunk, whose blocks are registered, if one is due."""
         seq = request.blocks
         if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
             return

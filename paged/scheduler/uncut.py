@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 
 def num_uncut(uncut: Sequence[tuple[int, int]], start: int, num_new: int, budget: int) -> int:
-    """Return how many tokens from `start` on to compute, so that the chunk does not end within a range of
-    `uncut`.
+    """Return how many tokens from `start` on to compute, so that the chunk ends within no range of `uncut`.
 
     uncut: ranges [first, end) of tokens that must be computed in one step, in order.
     num_new: the size of the chunk without this rule.

@@ -74,8 +74,7 @@ class AboveShare:
             yield from victims
 
     def victims(self, need: Need, room: Room, left: Holdings) -> tuple[list[Request], Room] | None:
-        """Choose requests to preempt for a waiting request, the youngest first; None if it could still not
-        run.
+        """Choose requests to preempt for a waiting one, the youngest first; None if it still could not run.
 
         left: what tenants hold. The holdings of the chosen requests are subtracted from it.
 

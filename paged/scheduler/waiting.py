@@ -55,9 +55,7 @@ class Backlog:
         return True
 
     def next_after(self, request: Request) -> Request | None:
-        """Return the part that joins the queue after `request` has left it; None if the call has no further
-        part.
-        """
+        """Return the part that joins the queue after `request` has left it; None if there is none."""
         call = request.inputs.part_of
         if self._queued.get(call) is not request:
             return None

@@ -20,9 +20,9 @@ def dynamic_frequencies(
     trained: int,
     lengths: Tensor,  # i64[num_tokens], at least the trained length
 ) -> Tensor:  # f32[num_tokens, rotary_dim // 2]
-    """Grow the base with the sequence, as transformers does for a request that runs alone.
+    """Compute each token's frequencies from the length of its sequence, as transformers does.
 
-    The length is a property of the token's request (see Batch.rope_lens), so that chunked prefill,
+    The length is a property of the token's request (see Batch.rope_lens). Therefore chunked prefill,
     preemption and other requests do not change the result.
     """
     if lengths.is_cuda:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class AddsAdapters(Protocol):
-    """The matrices of LoRA adapters for one layer: see `lora.LoraLayer`."""
+    """The interface of `lora.LoraLayer`, so that models without adapters need not import that module."""
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
-        """Add what each token's adapter makes of x to the layer's output."""
+        """Add the product of x and each token's adapter to the layer's output."""
 
 
 class Linear(Loadable):
@@ -54,7 +54,10 @@ class Linear(Loadable):
         self.bias = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # -> [num_tokens, out_features]
-        """Multiply x [num_tokens, in_features] by the weight. adapters: see `Batch`."""
+        """Multiply x [num_tokens, in_features] by the weight.
+
+        adapters: see `Batch`.
+        """
         out = self.form(x, self.bias)
         if adapters is not None and self.lora is not None:
             self.lora.add(x, out, adapters)
@@ -66,7 +69,7 @@ class Linear(Loadable):
         self.take_form(loader.form(self.stored, self.weight, self.role, self.num_precise))
 
     def take_form(self, form: WeightForm) -> None:
-        """Replace the weight parameter by a form of the weight."""
+        """Replace the weight parameter by a `WeightForm`."""
         self.form = form
         del self.weight
         if self.bias is not None:

@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         return self._table is not None
 
     def tabulate(self, num_positions: int) -> None:
-        """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
+        """Precompute the angles of the first positions. Call this once: recorded steps hold its address."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
@@ -163,10 +163,9 @@ def scaled_frequencies(
 
 
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
-    """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
+    """Return the order of a head's dimensions in which kernels rotate i with i + head_dim // 2.
 
-    The dimensions that are not rotated come last in each half. Returns None if the checkpoint's order already
-    is this order.
+    The dimensions that are not rotated come last in each half. Returns None if the checkpoint has this order.
     """
     rotary_dim = rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not rope.interleaved:
@@ -192,6 +191,6 @@ class TokenRows(NamedTuple):
     adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n], but for their adapters."""
+        """Return the rows with these indices, i64[n]. Their adapters are left out."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

@@ -274,9 +274,7 @@ class SeatedBatches:
         return out
 
     def places(self, step: _Step) -> SampledPlaces | None:
-        """Return the seats and positions of a step's sampled rows, once its batch is made; None if it has
-        none.
-        """
+        """Return seats and positions of a step's sampled rows, once its batch is made; None without any."""
         if step.sampled is not None:
             seats, positions = step.sampled
             return SampledPlaces(seats.tensor, positions.tensor)
