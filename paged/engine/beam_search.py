@@ -66,10 +66,10 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """A continuation that is still being extended.
+    """An unfinished continuation.
 
-    request: the request that computes its next token.
-    children: its most likely candidates, once the next token is computed.
+    request: the request that computes the beam's next token.
+    children: its most likely extensions, once the next token is computed.
     """
 
     request: Request
@@ -110,8 +110,7 @@ class BeamGroup:
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """Choose the next beams from the children of all live beams. Return an empty list when the search is
-        over.
+        """Choose the next beams among the children of all live beams. Return none if the search is over.
 
         As in transformers, a candidate may end with EOS only if it is among the best beam_width. The best
         candidates that do not end become the next beams.
@@ -161,7 +160,7 @@ class BeamGroup:
 class BeamSearch:
     """The beam searches for several prompts. Other requests may run at the same time.
 
-    As many searches run at once as keep all their beams within max_num_seqs.
+    As many searches run at once as have room for all their beams within max_num_seqs.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """The unfinished requests, and the step that advances them. `LLMEngine`, `generation` and the async
-    engine share a core, which is not thread-safe.
+    """The unfinished requests of an engine, and the step that advances them. It is not thread-safe.
+
+    `LLMEngine`, `generation` and the async engine use the same core.
 
     groups: the unfinished requests by id.
     outbox: receives the outputs of requests that were added without an outbox of their own.
@@ -62,15 +63,13 @@ class EngineCore:
     def step(
         self, outbox: Outbox | None = None, on_schedule: Callable[[Schedule], None] | None = None
     ) -> list[Request]:
-        """Run one step. Return the requests that got a token or an error.
-
-        Finished requests are published.
+        """Run one step. Return the requests that got a token or an error. Publish finished requests.
 
         outbox: unfinished requests that got a token are also published if this is their outbox.
         on_schedule: called with the schedule before the step computes it.
 
-        Raises EngineDeadError if the GPU or a process of the model has failed; earlier finished requests are
-        published first.
+        Raises EngineDeadError if the GPU or a process of the model has failed; requests that finished earlier
+        are published first.
         """
         if self.dead is not None:
             return self._publish_last()
@@ -128,9 +127,10 @@ class EngineCore:
         return []
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put outputs into the outboxes of finished requests, and of requests in `groups` that want them.
+        """Put an output into the outbox of each finished request, and of each request in `groups` that wants
+        one.
 
-        If a request's log-probabilities are not all decoded yet, it is published after a later step.
+        A request whose log-probabilities are not all decoded yet is published after a later step.
         """
         undecoded = () if self._logprobs is None else self._logprobs.undecoded
         finished = [group for group in self._finished if group not in undecoded]
@@ -143,7 +143,7 @@ class EngineCore:
             self._forget(group)
 
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
-        """Yield the group of each request that is unfinished."""
+        """Yield the groups of those requests that are unfinished."""
         return (self.groups[r.request_id] for r in requests if r.request_id in self.groups)
 
     def _groups_in(self, outbox: Outbox | None, requests: list[Request]) -> Iterable[RequestGroup]:
@@ -259,7 +259,7 @@ class EngineCore:
     def add_report(
         self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, outbox: Outbox
     ) -> Request:
-        """Queue a request that only reports on its prompt. Return the request; it will hold the report.
+        """Queue a request that only reports on its prompt. Return the request, which will hold the report.
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests are already waiting.
         """
@@ -343,7 +343,7 @@ class EngineCore:
                 self._abort(group)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """Hold a request, so that it computes nothing, or release it. Ignore unknown ids."""
+        """Hold the request of a slow reader, so that it computes nothing, or release it."""
         group = self._unfinished(request_id)
         if group is not None:
             change = self.scheduler.hold if is_held else self.scheduler.release
@@ -368,7 +368,7 @@ class EngineCore:
         self._forget(group)
 
     def longest(self) -> int:
-        """Return the maximum number of tokens of any unfinished request, including requests read ahead."""
+        """Return the maximum length of any unfinished request in tokens, also of those not queued yet."""
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 
@@ -385,7 +385,7 @@ class EngineCore:
         return bool(self._finished or self._in_flight) or self.scheduler.has_runnable()
 
     def waits_for_masks(self) -> bool:
-        """Return whether a step without work waits for masks by itself, so that its caller need not wait."""
+        """Return whether an empty step itself waits for grammar masks, so that the caller need not wait."""
         return bool(self._waits)
 
     def has_unfinished(self) -> bool:

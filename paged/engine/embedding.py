@@ -45,7 +45,9 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """The options of a call for embeddings; see `LLMEngine.embed`. None takes the checkpoint's setting."""
+    """The options of a call for embeddings; see `LLMEngine.embed`. Options that are None come from the
+    checkpoint.
+    """
 
     pooling: Pooling | None = None
     normalize: bool | None = None
@@ -190,9 +192,9 @@ class Embedder:
 
 
 class EmbeddingReport(PromptReport):
-    """A report on a prompt that turns its hidden states into a vector.
+    """A report that turns the hidden states of a prompt into a vector.
 
-    head: maps the mean of the hidden states to the vector; None keeps the mean.
+    head: maps the mean of the hidden states to the vector; None returns the mean.
     """
 
     __slots__ = ("head",)

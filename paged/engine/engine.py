@@ -121,10 +121,10 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> print(outputs[0].outputs[0].text)
 
     The methods take the arguments of vLLM's `LLM`, in the same order. Arguments without effect here, such as
-    tokenization_kwargs, are accepted only with values that change nothing; docs/vllm-names.md lists them.
+    tokenization_kwargs, may only have values that change nothing; docs/vllm-names.md lists them.
 
-    On a GPU, making an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the
-    same option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
+    On a GPU, an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the same
+    option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError. Not thread-safe.
     """
@@ -238,7 +238,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return self.text.params_of(given, max_tokens)
 
     def shutdown(self) -> None:
-        """End the other processes of a model over several processes. No step can run any more.
+        """End the other processes of a model over several processes. No further step can run.
 
         `with LLMEngine(...) as engine:` calls this at its end. Collecting the engine frees its memory.
         """
@@ -707,9 +707,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         return adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before its first request. Return whether it was not known.
+        """Read an adapter before its first request. Return whether it is new.
 
-        Raises RequestError if it cannot be read or does not fit the model, UsageError without enable_lora.
+        Raises RequestError if the adapter cannot be read or does not fit the model, UsageError without
+        enable_lora.
         """
         adapters = self._adapters
         is_new = lora_request not in adapters.requests
@@ -717,14 +718,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         return is_new
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapter of this lora_int_id. Unfinished requests keep it. Return whether it was known.
+        """Forget the adapter with this lora_int_id. Return whether it was known. Unfinished requests continue
+        with it.
 
         Raises UsageError without enable_lora.
         """
         return self._adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
+        """Return the lora_int_id of each known adapter. Raises UsageError without enable_lora."""
         return {request.lora_int_id for request in self._adapters.requests}
 
     # Prefixes
