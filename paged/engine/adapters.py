@@ -17,8 +17,6 @@ from ..checkpoints.model_directory import resolve
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
 
-WITHOUT_SLOTS = "the engine takes no LoRA adapters: make it with enable_lora=True"
-
 
 @dataclass(frozen=True, slots=True)
 class _Known:
