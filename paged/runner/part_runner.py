@@ -29,7 +29,6 @@ from .sizes import Sizes
 if TYPE_CHECKING:
     from ..checkpoints.lora_adapter import LoraAdapter
     from ..model.lora import LoraSlots
-    from ..model.model import Model
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .fit import RunStep
@@ -113,6 +112,8 @@ class PartRunner:
         self.lora: LoraSlots | None = None
         self.adapters: dict[int, LoraAdapter] = {}  # in host memory, by number
         if config.enable_lora:
+            from .lora_slots import new_lora_slots
+
             self.lora = new_lora_slots(config, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
@@ -255,21 +256,6 @@ class PartRunner:
 
         if self.kv_cache.states is not None:
             write_state(self.kv_cache.states, self.sizes, slot, contents)
-
-
-def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
-    """Make the adapter slots of a model. Raises ConfigError if the model can have none."""
-    from ..model.decoder import Decoder
-    from ..model.lora import LoraSlots
-
-    assert isinstance(model, Decoder), "adapters are for decoders"
-    return LoraSlots(
-        model,
-        num_slots=config.max_loras,
-        max_rank=config.max_lora_rank,
-        targets=config.lora_target_modules,
-        device=device,
-    )
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:
