@@ -37,7 +37,7 @@ from paged.checkpoints.coded import CodedWeight, Weight
 from paged.model.weights.choice import Forms
 from paged.model.weights.forms import Role, WeightForm
 from paged.model.weights.quantization import Int4Weight
-from paged.runner import load
+from paged.runner import quantised
 
 PROSE_WINDOW = 1024  # tokens
 ROWS_AT_ONCE = 4096  # that become floats
@@ -156,7 +156,7 @@ def score_prose(model: str, form: dict[str, str], num_tokens: int) -> float:
 def weights_as_floats(dtype: torch.dtype) -> Iterator[None]:
     """Round weights in codes to bfloat16, in a model of any dtype: every form is made of the same floats."""
     make = Forms.make
-    check = load._require_no_blocks
+    check = quantised.require_no_blocks
 
     def make_of_floats(self: Forms, weight: Weight, role: Role, num_precise: int = 0) -> WeightForm:
         if isinstance(weight, CodedWeight):
@@ -168,12 +168,12 @@ def weights_as_floats(dtype: torch.dtype) -> Iterator[None]:
         return make(self, weight, role, num_precise)
 
     Forms.make = make_of_floats
-    load._require_no_blocks = lambda *_: None  # type: ignore[method-assign, assignment]
+    quantised.require_no_blocks = lambda *_: None  # type: ignore[assignment]
     try:
         yield
     finally:
         Forms.make = make
-        load._require_no_blocks = check  # type: ignore[method-assign]
+        quantised.require_no_blocks = check
 
 
 if __name__ == "__main__":

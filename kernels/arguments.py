@@ -13,25 +13,20 @@ from torch import Tensor
 from .checks import (
     KERNEL_DTYPES,
     QUANTIZED_DTYPES,
-    check_alone,
-    check_apart,
     check_between,
     check_contiguous,
     check_device,
     check_dtype,
-    check_eps,
     check_flag,
     check_indices,
-    check_limits,
     check_multiple,
-    check_once,
     check_positive,
-    check_range,
     check_scales,
     check_shape,
     check_tensor,
     must_read_contents,
 )
+from .content_checks import check_alone, check_apart, check_eps, check_limits, check_once, check_range
 from .routing import RoutingOptions
 
 WORD_BITS = 32  # tokens of a word of a mask

@@ -152,6 +152,8 @@ def check_attention(
             check_span(name, tensor)
     _check_options(options)
     if must_read_contents(query.device):
+        from .content_checks import check_contents
+
         check_contents(key_cache, block_tables, seq_lens, cu_seqlens_q, num_tokens, options)
 
 
@@ -166,54 +168,3 @@ def _check_options(options: AttentionOptions) -> None:
         check_positive("softcap", options.softcap)
     if options.max_seq_len is not None:
         check_between("max_seq_len", options.max_seq_len, 1, _MAX_INT32)
-
-
-def check_contents(
-    key_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    num_tokens: int,
-    options: AttentionOptions,
-) -> None:
-    """Raise ValueError unless every read stays inside the tensors. Copies the int32 tensors to the host."""
-    num_blocks, block_size = key_cache.shape[:2]
-    starts = cu_seqlens_q.tolist()
-    lengths = seq_lens.tolist()
-    if starts[0] != 0 or starts[-1] > num_tokens or sorted(starts) != starts:
-        raise ValueError(f"cu_seqlens_q must rise from 0 to at most {num_tokens}, got {starts}")
-    for i, (start, end, seq_len) in enumerate(zip(starts[:-1], starts[1:], lengths, strict=True)):
-        query_len = end - start
-        if query_len > options.max_seqlen_q:
-            raise ValueError(
-                f"max_seqlen_q is {options.max_seqlen_q}, and sequence {i} has {query_len} new tokens"
-            )
-        if query_len == 0:
-            continue
-        if options.max_seq_len is not None and seq_len > options.max_seq_len:
-            raise ValueError(f"max_seq_len is {options.max_seq_len}, and sequence {i} has {seq_len} tokens")
-        if query_len < options.min_seqlen_q:
-            raise ValueError(
-                f"min_seqlen_q is {options.min_seqlen_q}, and sequence {i} has {query_len} new tokens"
-            )
-        if not query_len <= seq_len <= block_tables.shape[1] * block_size:
-            raise ValueError(
-                f"seq_lens[{i}] must hold its {query_len} new tokens and fit {block_tables.shape[1]} blocks "
-                f"of {block_size}, got {seq_len}"
-            )
-        if options.last_keys is not None:
-            _check_last_keys(i, options.last_keys[start:end].tolist(), seq_len)
-        low = max(0, seq_len - query_len - options.sliding_window + 1) if options.sliding_window else 0
-        used = block_tables[i, low // block_size : -(-seq_len // block_size)]
-        if not bool(((used >= 0) & (used < num_blocks)).all()):
-            raise ValueError(f"block_tables[{i}] must hold blocks below {num_blocks}, got {used.tolist()}")
-
-
-def _check_last_keys(i: int, last_keys: list[int], seq_len: int) -> None:
-    """Raise ValueError unless each new token of sequence i sees itself, and nothing past its end."""
-    for position, last in enumerate(last_keys, seq_len - len(last_keys)):
-        if not position <= last < seq_len:
-            raise ValueError(
-                f"last_keys of position {position} of sequence {i} must be from {position} to {seq_len - 1}, "
-                f"got {last}"
-            )

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -117,68 +117,6 @@ def check_span(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_apart(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if elements of `tensor` share memory, as after `expand`. For tensors that are written.
-
-    An inference tensor is refused outside torch.inference_mode(), because torch itself does not write to it
-    there.
-    """
-    if not _trust.is_given and tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{name} is written, and was made in torch.inference_mode(): make the call there too"
-        )
-    if not (tensor.is_contiguous() or _are_apart(tensor.shape, tensor.stride())):
-        raise ValueError(
-            f"{name} is written, and its elements must not share memory, got shape {list(tensor.shape)} with "
-            f"strides {tensor.stride()}"
-        )
-
-
-def check_alone(written: Mapping[str, Tensor | None], read: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if a `written` tensor shares memory with another written tensor or with a `read` one.
-
-    Two tensors of the same shape and strides may interleave, as keys and values do in [num_blocks, 2, ...].
-    """
-    places = [
-        (name, x, x.data_ptr(), x.data_ptr() + _span(x) * x.itemsize, name in written)
-        for name, x in (*written.items(), *read.items())
-        if x is not None and x.numel()
-    ]
-    places.sort(key=lambda place: place[2])
-    for i, (name, x, start, end, is_written) in enumerate(places):
-        for other_name, other, other_start, _, other_is_written in places[i + 1 :]:
-            if other_start >= end:
-                break
-            if (is_written or other_is_written) and not _alternate(x, other, other_start - start):
-                which = name if is_written else other_name
-                raise ValueError(f"{name} and {other_name} must not share memory: {which} is written")
-
-
-def _span(tensor: Tensor) -> int:
-    """Return how many elements lie from the first to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _are_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether each stride is beyond the reach of all smaller ones: then no place occurs twice."""
-    reach = 0
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return False
-        reach += max(0, size - 1) * stride
-    return True
-
-
-def _alternate(x: Tensor, other: Tensor, distance: int) -> bool:
-    """Return whether two tensors, so many bytes apart, are places 0 and 1 of one whose elements are apart."""
-    same = x.shape == other.shape and x.stride() == other.stride() and x.itemsize == other.itemsize
-    return (
-        same
-        and distance % x.itemsize == 0
-        and _are_apart((2, *x.shape), (distance // x.itemsize, *x.stride()))
-    )
-
-
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a positive number such that float32 holds it and its inverse."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -189,27 +127,12 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value}")
 
 
-def check_eps(eps: float) -> None:
-    """Raise ValueError unless `eps` is a number between 0 and 1."""
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 <= eps <= 1:
-        raise ValueError(f"eps must be a number between 0 and 1, got {eps!r}")
-
-
 def check_between(name: str, value: int, low: int, high: int) -> None:
     """Raise ValueError unless `value` is an int and low <= value <= high."""
     if type(value) is not int:
         raise ValueError(f"{name} must be an int, got {value!r}")
     if not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-
-
-def check_limits(name: str, limits: tuple[float, float]) -> None:
-    """Raise ValueError unless `limits` is a pair with 0 <= limits[0] <= limits[1]; the second may be
-    infinite.
-    """
-    is_pair = isinstance(limits, tuple) and len(limits) == 2 and {*map(type, limits)} <= {int, float}
-    if not is_pair or not 0 <= limits[0] <= limits[1]:
-        raise ValueError(f"{name} must be two ascending numbers from 0 on, got {limits!r}")
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -230,21 +153,6 @@ def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
         low = int(tensor.min())
         high = int(tensor.max())
         raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
-
-
-def check_range(name: str, tensor: Tensor, low: float, high: float) -> None:
-    """Raise ValueError unless low <= number <= high for all numbers in `tensor`. Copies it to the host."""
-    outside = tensor[~((tensor >= low) & (tensor <= high))]
-    if len(outside):
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {outside[0].item()}")
-
-
-def check_once(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if two numbers in `tensor` are equal. Copies it to the host."""
-    values, counts = tensor.unique(return_counts=True)
-    twice = values[counts > 1].tolist()
-    if twice:
-        raise ValueError(f"{name} must not name a place twice, got {twice} more than once")
 
 
 class _Trust(threading.local):

@@ -33,6 +33,8 @@ CHOSEN = (
         "paged.architectures.families.gemma4",
     ),
     *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
+    *("paged.scheduler.runs", "paged.engine.logprob_turns", "paged.runner.quantised"),
+    *("paged.text.tokenizer_bounds", "paged.text.tokenizer_growth", "paged.kernels.content_checks"),
     *("paged.base.from_vllm", "paged.base.json_kinds", "paged.sampling.reporter"),
     *(
         "paged.requests.answer_start",

@@ -81,24 +81,6 @@ class TensorNames:
         """Return whether the tensor of this name may be a parameter of the decoder."""
         return not (name.startswith(self.skipped_prefixes) or name.endswith(self.ignored_suffixes))
 
-    def around(self, text: TensorNames) -> TensorNames:
-        """Return names for a checkpoint around the model `text`, which also skip what `text` skips."""
-        skipped = tuple(
-            theirs + name[len(ours) :]
-            for theirs, ours in self.prefixes
-            for name in text.skipped_prefixes
-            if name.startswith(ours)
-        )
-        parts = self.parts + text.parts
-        stacks = self.stacks + text.stacks
-        return replace(
-            self,
-            skipped_prefixes=self.skipped_prefixes + skipped,
-            parts=parts,
-            stacks=stacks,
-            only_stacks=text.only_stacks,
-        )
-
     def in_decoder(self, name: str) -> str | None:
         """Return a tensor's name in a checkpoint of the decoder alone; None for an unknown tensor."""
         found = _with_other_start(name, self.prefixes)

@@ -203,7 +203,13 @@ def _read(known: Family, hf: Config) -> ModelConfig:
 
 def _text_alone(hf: Config, architecture: str) -> ModelConfig:
     """Reduce config.json of a multimodal model to its text part."""
-    from .families.multimodal import MULTIMODAL, placeholders_of, text_of, with_experts_in_columns
+    from .families.multimodal import (
+        MULTIMODAL,
+        names_around,
+        placeholders_of,
+        text_of,
+        with_experts_in_columns,
+    )
 
     known = MULTIMODAL[architecture]
     try:
@@ -212,7 +218,7 @@ def _text_alone(hf: Config, architecture: str) -> ModelConfig:
         raise type(error)(f"text_config: {error}") from None
     if known.experts_in_columns:
         text = with_experts_in_columns(text)
-    names = known.names.around(text.tensor_names)
+    names = names_around(known.names, text.tensor_names)
     placeholders = placeholders_of(known, hf)
     return replace(text, architecture=architecture, tensor_names=names, placeholders=placeholders)
 

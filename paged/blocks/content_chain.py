@@ -18,8 +18,9 @@ _LOWEST = -(2**31)
 
 
 class Content(NamedTuple):
-    """An image, or other content, that stands at the tokens [start, end) of a sequence. It is known by its
-    sha256.
+    """Content, such as an image, for which the tokens [start, end) of a sequence are placeholders.
+
+    It is identified by its sha256.
     """
 
     start: int
@@ -28,7 +29,7 @@ class Content(NamedTuple):
 
 
 def numbers_of(content: Content) -> array[int]:
-    """Return a negative number for each place of a content."""
+    """Return a negative number for each placeholder of a content. They replace the token ids in digests."""
     count = content.end - content.start
     numbers = array("i", hashlib.shake_256(content.sha256).digest(4 * count))
     return array("i", [number if number < 0 else number + _LOWEST for number in numbers])

@@ -126,11 +126,12 @@ class BlockManager:
         return sum(max(0, num_computed - dropped * self.block_size) for dropped in seq.num_dropped)
 
     def blocks_to_start(self, hits: Sequence[Sequence[BlockId]], num_tokens: int) -> int:
-        """Return an upper bound of the available blocks needed to extend the cached blocks `hits` to
-        num_tokens.
+        """Return an upper bound of the available blocks that a sequence takes until it has num_tokens tokens.
 
-        A cached block that another sequence holds costs nothing. Under a sliding window it costs one block:
-        the block stays with the other sequence when this sequence drops it.
+        hits: the cached blocks with which the sequence begins.
+
+        A cached block that another sequence holds costs nothing. Under a sliding window it costs one block,
+        because it stays with the other sequence when this sequence drops it.
         """
         needed = self.most_blocks(num_tokens)
         refcount = self.pool.refcount
@@ -141,10 +142,10 @@ class BlockManager:
         return needed
 
     def num_freed(self, seq: SequenceBlocks, gone: Counter[BlockId]) -> int:
-        """Return how many blocks become available when this sequence is released after others.
+        """Return how many blocks become available if this sequence is released after other sequences.
 
-        gone: the number of references that the others held, by block. This sequence's references are added to
-            it.
+        gone: the number of references that the other sequences held, by block. This call adds the references
+            of this sequence.
         """
         blocks = [block for group in range(len(self.windows)) for block in seq.live(group)]
         gone.update(blocks)
@@ -281,10 +282,10 @@ class BlockManager:
         seq.capacity = min(seq.capacity, num_computed - num_computed % self.block_size)
 
     def truncate(self, seq: SequenceBlocks, num_tokens: int) -> None:
-        """Free the blocks behind the first num_tokens tokens. No other sequence and no cache entry may refer
-        to these blocks.
+        """Free the blocks behind the first num_tokens tokens.
 
-        The draft model's K and V behind these tokens were guesses.
+        No other sequence and no cache entry may refer to these blocks. K and V of the draft model behind
+        these tokens were guesses, so they are forgotten.
         """
         seq.num_drafted = min(seq.num_drafted, num_tokens)
         most = self.blocks_for(num_tokens)
@@ -318,9 +319,9 @@ class BlockManager:
     # Swapping
 
     def swap_out(self, seq: SequenceBlocks, num_computed: int, pairs: list[Copy]) -> bool:
-        """Move a sequence to host memory, or change nothing and return False if that is full.
+        """Move a sequence to host memory. If that is full, change nothing and return False.
 
-        The step must copy the (block, host block) added to `pairs` before anything else.
+        pairs: gets the pairs (block, host block). The step must copy these before anything else.
         """
         if self.has_states and not self._free_host_states:
             return False
@@ -345,7 +346,7 @@ class BlockManager:
         return True
 
     def take_host_state(self, seq: SequenceBlocks) -> int:
-        """Return the place in host memory of a swapped-out sequence's state, and mark it free."""
+        """Free the place in host memory of a swapped-out sequence's state. Return the place."""
         slot = seq.host_state
         assert slot is not None, "the state of the sequence is not in host memory"
         seq.host_state = None
@@ -353,10 +354,10 @@ class BlockManager:
         return slot
 
     def swap_in(self, seq: SequenceBlocks, num_computed: int, pairs: list[Copy]) -> bool:
-        """Move a sequence back to the device, or change nothing and return False if blocks run out.
+        """Move a sequence back to the device. If blocks run out, change nothing and return False.
 
-        Blocks that are still cached are shared. The (host block, block) of the others are added to `pairs`:
-        the step copies them after the blocks swapped out and before any other.
+        pairs: gets the pairs (host block, block) of blocks that are no longer cached; cached blocks are
+            shared. The step copies the pairs after the blocks that it swaps out, and before any other.
         """
         assert seq.host is not None, "the sequence is not swapped out"
         hits: list[list[BlockId]] = [[] for _ in self.windows]
@@ -425,7 +426,7 @@ class BlockManager:
     def pin(
         self, name: str, token_ids: Sequence[int], namespace: bytes = b"", contents: Sequence[Content] = ()
     ) -> int:
-        """Hold the cached blocks of a prefix under a name. Return how many tokens they hold."""
+        """Pin the cached blocks of a prefix under a name. Return how many tokens they hold."""
         if name in self._pins:
             raise UsageError(f"{name!r} is pinned already")
         self._pins[name] = self.find(token_ids, namespace, contents)
@@ -438,7 +439,7 @@ class BlockManager:
         return len(self._pins[name][0]) * self.block_size
 
     def unpin(self, name: str) -> None:
-        """Release a pinned prefix; it stays cached until its blocks are needed."""
+        """Allow the blocks of a pinned prefix to be evicted again."""
         if name not in self._pins:
             pinned = ", ".join(map(repr, self._pins)) or "nothing"
             raise UsageError(f"{name!r} is not pinned; {pinned} is")

@@ -22,7 +22,7 @@ def _downwards(n: int) -> array[int]:
 
 
 def bytes_of_pool(num_blocks: int, block_size: int) -> int:
-    """Return the bytes that the arrays of a pool take."""
+    """Return the bytes of host memory that the tables of a pool take."""
     return 4 * num_blocks * (8 + block_size)
 
 
@@ -91,7 +91,7 @@ class BlockPool:
 
     @property
     def num_deferred(self) -> int:
-        """The number of freed blocks that wait for a step in flight to end."""
+        """The number of freed blocks that become available when a step in flight ends."""
         return len(self._deferred_until)
 
     @property
@@ -161,7 +161,7 @@ class BlockPool:
                     self._settle(block)
 
     def keep_for_step(self, block: BlockId) -> None:
-        """Keep a block from reuse until the step that is being scheduled has ended."""
+        """Prevent the reuse of a block until the step that is being scheduled has ended."""
         self._kept.add(block)
 
     # Steps in flight
@@ -246,7 +246,7 @@ class BlockPool:
         group: int = 0,
         content: bytes = b"",
     ) -> BlockId:
-        """Do what `cache` does, given the block's digest, tokens (bytes of int32), namespace and content."""
+        """Index a block as `cache` does, from its digest, tokens (bytes of int32), namespace and content."""
         digest = self._in_group(digest, group)
         size = 4 * self.block_size
         known = self._index.get(digest)
@@ -304,7 +304,7 @@ class BlockPool:
         return self._namespaces.get(block, b"")
 
     def content(self, block: BlockId) -> bytes:
-        """Return what an indexed block's KV depends on besides tokens and namespace."""
+        """Return the content of an indexed block: what its KV depends on besides tokens and namespace."""
         return self._contents.get(block, b"")
 
     # Internals

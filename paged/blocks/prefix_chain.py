@@ -16,7 +16,7 @@ def sha256_block(parent: bytes, tokens: bytes) -> bytes:
 
 
 def first_digest(namespace: bytes, hash_block: HashBlock = sha256_block) -> bytes:
-    """Return the digest that stands for the blocks before the first one."""
+    """Return the digest that the first block of a namespace has as its predecessor."""
     return hash_block(b"", namespace) if namespace else b""
 
 
@@ -62,7 +62,7 @@ class PrefixChain:
         self.digests += map(short_digest, digests)
 
     def content(self, index: int) -> bytes:  # noqa: ARG002
-        """Return what determines the KV of a block besides tokens: nothing; see `ContentChain`."""
+        """Return the content of a block as bytes: none, unless the chain is a `ContentChain`."""
         return b""
 
     def fork(self) -> PrefixChain:

@@ -47,10 +47,10 @@ class Snapshots:
     # Where
 
     def place_after(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return after how many tokens a prompt stores its next snapshot; NEVER if it stores none.
+        """Return the number of tokens after which a prompt stores its next snapshot; NEVER if none follows.
 
-        It stores one where its blocks match other prompts further than any snapshot, at every multiple of the
-        interval, and at the last end of a block before its last token.
+        A prompt stores snapshots at every multiple of the interval, at the end of its last full block before
+        its last token, and where its cached blocks end, if no snapshot is there.
         """
         last = seq.last_place
         if num_computed >= last:
@@ -59,28 +59,26 @@ class Snapshots:
         return min(place, seq.num_matched) if seq.num_matched > num_computed else place
 
     def most_new(self, seq: SequenceBlocks, num_computed: int) -> int:
-        """Return the maximum number of tokens in a prompt's next chunk, so that it ends where a snapshot is
-        due.
-        """
+        """Return the maximum size of a prompt's next chunk, which must end where a snapshot is due."""
         return self.place_after(seq, num_computed) - num_computed
 
     def serial_at(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return the serial of a sequence's last registered block in the first layer group, if the block is
-        still cached and ends after exactly this many tokens; else 0.
+        """Return the serial of a sequence's last registered block in the first layer group.
+
+        Return 0 if the block is no longer cached, or if it does not end after exactly num_tokens tokens.
         """
         is_there = 0 < num_tokens == seq.num_registered * self._block_size
         return seq.last[0][1] if is_there and pool.is_known(seq.last[0]) else 0
 
     def find_serial(self, pool: BlockPool, seq: SequenceBlocks, num_tokens: int) -> int:
-        """Return what `serial_at` does, of any registered block."""
+        """Do what `serial_at` does, for any registered block of the sequence and not only its last one."""
         if (serial := self.serial_at(pool, seq, num_tokens)) or seq.chain is None:
             return serial
         blocks = pool.match(seq.chain, num_tokens // self._block_size)
         return pool.serial(blocks[-1]) if len(blocks) * self._block_size == num_tokens > 0 else 0
 
     def longest(self, serials: Iterable[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prefix the longest snapshot covers: now, and after the step
-        that is being scheduled.
+        """Return how many leading blocks of a prefix end with a snapshot: now, and after the scheduled step.
 
         serials: the serials of the prefix's blocks in the first layer group.
         """
@@ -116,10 +114,9 @@ class Snapshots:
         self._free.append(slot)
 
     def new(self, serial: int, *, after_step: bool = False) -> Slot | None:
-        """Return the slot of a new snapshot behind a block; None if the block has a snapshot or there is no
-        room.
+        """Take a slot for a new snapshot behind a block; None if the block has one or no slot is free.
 
-        after_step: whether the step that is being scheduled stores the state, rather than reads it.
+        after_step: whether the step that is being scheduled writes the state, instead of reading it.
         """
         if self.has(serial):
             self._use(serial)
@@ -132,9 +129,7 @@ class Snapshots:
         return slot
 
     def keep(self, serial: int, slot: Slot) -> None:
-        """Turn a rolling state into the snapshot behind a block, unless the block has one or there is no
-        room.
-        """
+        """Turn a rolling state into the snapshot behind a block, unless it has one or no slot is free."""
         if self.has(serial):
             self._use(serial)
         elif self._make_room():
@@ -150,7 +145,7 @@ class Snapshots:
             (self._parked if slot in self._unwritten else self._free).append(slot)
 
     def launch(self) -> None:
-        """Record that the step has been scheduled: the next step may read the states that it stores."""
+        """Record that a step was scheduled, so that the next step may read the states that it stores."""
         self._unwritten.clear()
         self._free += self._parked
         self._parked.clear()

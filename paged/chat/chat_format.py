@@ -48,12 +48,12 @@ class TextOfModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """How a model writes tool calls and reasoning, and whether a server uses them.
+    """The syntax in which a model writes tool calls and reasoning.
 
-    tools: the format of tool calls; None if it is unknown, or if no calls are to be read.
-    auto_tool_choice: whether the model may decide by itself to call tools.
-    reasoning: how reasoning is marked; None if there is none to separate from the answer.
-    starts_in_reasoning: whether answers begin inside reasoning even if the prompt does not say so.
+    tools: the syntax of tool calls; None if calls stay text in the answer.
+    auto_tool_choice: whether tool_choice "auto" is allowed, so that the model decides whether to call a tool.
+    reasoning: the tags around reasoning; None if reasoning is not separated from the answer.
+    starts_in_reasoning: whether an answer begins with reasoning although the prompt has no opening tag.
     special_tokens: the texts of the tokenizer's special tokens.
     """
 

@@ -74,7 +74,7 @@ class CodedWeight:
 
     @property
     def group(self) -> int:
-        """The number of consecutive inputs that share their factors."""
+        """The group size: how many consecutive inputs of a row share one scale."""
         return self.shape[1] // self.factors.scale.shape[1]
 
     def take(self, rows: Tensor | slice) -> CodedWeight:

@@ -198,7 +198,10 @@ class StoredPart(NamedTuple):
 
 
 class StoredFormat(Protocol):
-    """How one weight is stored. Parts of equal format are read in the same way and joined to one weight."""
+    """The format in which a weight is stored, such as floats or GPTQ's codes and scales.
+
+    The parts of a weight whose formats are equal are read together and become one weight in memory.
+    """
 
     title: str  # what people call it, such as "GPTQ 4 bits"; "" for floats
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..architectures.gguf_paths import GGUF_KEY, HEADERS_ALONE, gguf_files, is_gguf
+from ..architectures.gguf_paths import GGUF_KEY, HEADERS_ALONE, gguf_files
 from ..architectures.hf_config import read_json
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import shown
@@ -17,9 +16,7 @@ logger = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NAMED_BY_CONFIG = "transformers_weights"  # a key of config.json
-_VARIANT = re.compile(r"model\.\w+\.safetensors|model\.safetensors\.index\.\w+\.json")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
@@ -79,7 +76,10 @@ def _first_file(directory: Path) -> Path:
         return directory / SINGLE
     if (directory / INDEX).exists():
         return directory / INDEX
-    raise _no_weights_error(directory)
+    from .missing_weights import missing_weights_error
+
+    found = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
+    raise missing_weights_error(directory, SINGLE, INDEX, found)
 
 
 def _named_by_index(index: Path) -> list[Path]:
@@ -116,32 +116,3 @@ def _weights_in(directory: Path) -> Iterator[str]:
     for name in sorted(os.listdir(directory)):
         if name.endswith(".safetensors") or (".safetensors.index" in name and name.endswith(".json")):
             yield name
-
-
-def _no_weights_error(directory: Path) -> CheckpointError:
-    """Return the error for a directory without readable weights. It names what is there instead."""
-    names = sorted(os.listdir(directory))
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        return CheckpointError(
-            f"{directory}: {pickles[0]} is a pickle, which can run any code when loaded and is refused; "
-            f"convert the checkpoint to safetensors (save_pretrained in transformers)"
-        )
-    message = (
-        f"{directory / SINGLE} does not exist, nor {INDEX}, which names the files of a larger checkpoint"
-    )
-    if gguf := [name for name in names if is_gguf(name)]:
-        return CheckpointError(f"{message}; {gguf[0]} is there: give the path of the file")
-    others = [name for name in _weights_in(directory) if os.path.isfile(directory / name)]
-    indexes = [name for name in others if name.endswith(".json")]
-    if not others:
-        return MissingModelError(f"{message}; only safetensors are read")
-    name = (indexes or others)[0]
-    if name.startswith("consolidated"):
-        advice = ", in its author's own layout: fetch the files whose names begin with model"
-    elif _VARIANT.fullmatch(name):
-        advice = f", a variant: rename it to {INDEX if indexes else SINGLE}"
-    elif len(others) == 1:
-        advice = f": fetch the index, or rename a single file to {SINGLE}"
-    else:
-        advice = f": fetch the index of these {len(others)} files"
-    return MissingModelError(f"{message}; {name} is there{advice}")

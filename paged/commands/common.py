@@ -16,7 +16,8 @@ import typer
 
 from ..base.errors import ClusterError, PagedError, ResourceError
 from ..options.config import EngineConfig
-from ..options.sampling_params import SamplingParams, StructuredOutputsParams, biases_of
+from ..options.logits import biases_of
+from ..options.sampling_params import SamplingParams, StructuredOutputsParams
 from .headings import MODEL, OUTPUT
 from .options import option
 
@@ -190,7 +191,10 @@ def follow(options: Mapping[str, Any]) -> None:
 
 
 def named(model: str | None) -> ModelEntry:
-    """Return the model of a name; see `entry_of`. Raises ConfigError for a wrong models.toml."""
+    """Look up a model by its name in models.toml, as `entry_of` does. None means the demo.
+
+    Raises ConfigError if models.toml is wrong.
+    """
     from ..checkpoints.library.models_file import ModelEntry, ModelsFile
 
     if model is None or model == DEFAULT_MODEL:

@@ -17,8 +17,6 @@ from ..checkpoints.model_directory import resolve
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
 
-WITHOUT_SLOTS = "the engine takes no LoRA adapters: make it with enable_lora=True"
-
 
 @dataclass(frozen=True, slots=True)
 class _Known:
@@ -30,11 +28,11 @@ class _Known:
 
 
 class Adapters:
-    """The adapters of an engine.
+    """The LoRA adapters that an engine knows.
 
-    memory: the adapters in host memory, by number; the runner copies them into slots.
-    in_use: returns the numbers of unfinished requests' adapters.
-    most: how many adapters stay in memory, beside those in use.
+    memory: the adapters in host memory, by number. The runner copies them into slots on the device.
+    in_use: returns the numbers of the adapters of unfinished requests.
+    most: maximum number of adapters in memory that no request uses.
     """
 
     def __init__(
@@ -57,16 +55,14 @@ class Adapters:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that are known, in the order in which they came."""
+        """The known adapters, in the order in which they were added."""
         return [known.request for known in self._by_name.values()]
 
     def find(self, request: Any) -> tuple[int, bytes]:
-        """Return the number of a request's adapter, and what the namespace of its KV begins with.
+        """Return the number of an adapter, and the prefix of its requests' KV namespaces. Read it if
+        necessary.
 
-        Reads the adapter if it is not in memory.
-
-        Raises RequestError for what is no LoRARequest or contradicts an adapter that is known, and for an
-        adapter that cannot be read.
+        Raises RequestError if the argument is no LoRARequest, contradicts a known adapter, or cannot be read.
         """
         if not isinstance(request, LoRARequest):
             raise RequestError(
@@ -132,7 +128,7 @@ class Adapters:
                 del self._used[number], self._memory[number]
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter; unfinished requests keep it. Return whether it was known."""
+        """Forget an adapter. Return whether it was known. Unfinished requests continue with it."""
         for name, known in self._by_name.items():
             if known.request.lora_int_id == lora_int_id:
                 del self._by_name[name]

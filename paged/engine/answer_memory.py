@@ -57,7 +57,7 @@ class AnswerAccount:
 
     @property
     def is_paused(self) -> bool:
-        """Whether all requests of the account are held because too much of their answers is unread."""
+        """Whether all requests of the account are held, because the reader is too far behind."""
         return self._is_unread
 
     def expect(
@@ -101,7 +101,7 @@ class AnswerAccount:
         self._balance()
 
     def grow(self, num_bytes: int, num_unread: int) -> None:
-        """Add bytes that arrived, and bytes that a reader may take now. Negative numbers remove bytes."""
+        """Add to the bytes held and to the unread bytes. Negative numbers subtract."""
         self.num_bytes += num_bytes
         self.budget.num_bytes += num_bytes
         self.num_unread += num_unread
@@ -142,7 +142,7 @@ class AnswerAccount:
             hold(its_keys, is_held)
 
     def refusal(self, num_own: int) -> RequestError | None:
-        """Return the error if an answer that is sent as a whole cannot grow further; None if it can.
+        """Return the error of an answer that is sent as a whole and has become too large; None if it fits.
 
         num_own: the bytes of this prompt's answer. If each prompt is answered separately, only these bytes
             count.
@@ -207,12 +207,12 @@ class AnswerLedger:
         self._grow(size, num_unread)
 
     def replace_outputs(self) -> None:
-        """Drop all outputs, because the next output contains their tokens."""
+        """Drop all outputs, because the next output includes their tokens."""
         self._grow(self._num_prompt - self.num_bytes, -self._num_unread)
         self._num_unread = 0
 
     def take(self, *, is_delta: bool) -> None:
-        """Count the unread bytes as taken. If outputs are deltas, `release` will drop them; others stay."""
+        """Mark all bytes as taken by the reader. `release` then drops them if outputs are deltas."""
         self._num_taken += self._num_unread
         self._num_unread = 0
         if is_delta:
@@ -233,7 +233,7 @@ class AnswerLedger:
         self._num_taken = 0
 
     def refusal(self) -> RequestError | None:
-        """Return the error if an answer that is sent as a whole has become too large; None if it has not."""
+        """Return the error of an answer that is sent as a whole and has become too large; None if it fits."""
         return None if self._comes_in_parts else self.account.refusal(self.num_bytes)
 
     def _grow(self, num_bytes: int, num_unread: int) -> None:

@@ -64,7 +64,7 @@ OnPrompt = Callable[[str, int], object]
 
 
 class EngineReplica(Protocol):
-    """One engine as its callers see it, on a thread or in another process."""
+    """The interface of one engine, which runs on a thread or in another process."""
 
     @property
     def replica(self) -> int:
@@ -76,11 +76,11 @@ class EngineReplica(Protocol):
 
     @property
     def is_fit(self) -> bool:
-        """Whether the engine serves requests and has sent something lately."""
+        """Whether the engine serves requests and is not hanging."""
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the engine; None if nothing is."""
+        """A description of what is wrong with the engine; None if nothing is."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -421,13 +421,13 @@ class AsyncEngine(ABC, Generic[E]):
             )
 
     async def troubles(self) -> list[str]:
-        """Return what is wrong with engines: which of them hang, or were not replaced in time."""
+        """Describe engines that hang, or that were not replaced in time."""
         await self._attach()
         await asyncio.sleep(0)  # what the sockets hold is read first
         return [engine.trouble for engine in self._running() if engine.trouble is not None]
 
     async def is_fit(self) -> bool:
-        """Return whether at least one engine serves requests and has sent something lately."""
+        """Return whether at least one engine serves requests and is not hanging."""
         await self._attach()
         await asyncio.sleep(0)
         return any(engine.is_fit for engine in self._running())
@@ -462,14 +462,13 @@ class AsyncEngine(ABC, Generic[E]):
         await asyncio.to_thread(self.shutdown)
 
     def count_together(self, streams: Sequence[RequestStream], *, is_whole: bool) -> None:
-        """Limit the memory that the streams of one reader occupy together, if they occupy memory of this
-        process.
+        """Limit the memory of several streams of one reader together, if they use memory of this process.
 
         is_whole: whether the reader sends everything together once all streams are finished.
         """
 
     async def begin(self, stream: RequestStream) -> RequestHandle:
-        """Send the request of a stream to an engine."""
+        """Choose an engine for the request of a stream, and send the request to it."""
         await self._attach()
         spec = stream.spec
         params = spec.params(self.text.default_params)
@@ -579,7 +578,7 @@ class AsyncEngine(ABC, Generic[E]):
 
 
 async def cooperatively(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield the items. After every PARTS_OF_TURN of them, let the event loop run other tasks."""
+    """Yield the items. After every PARTS_OF_TURN items, let the event loop run other tasks."""
     for i, item in enumerate(items):
         if i and i % PARTS_OF_TURN == 0:
             await asyncio.sleep(0)
@@ -592,9 +591,11 @@ def check_interval(seconds: float) -> None:
 
 
 def next_publish_time(started: float, ended: float, stream_interval_s: float) -> float:
-    """Return the earliest time to publish tokens again. The last publishing lasted from `started` to `ended`.
+    """Return the earliest time at which to publish tokens again.
 
-    Publishing then takes at most PUBLISH_SHARE of the time, and delays a token by at most stream_interval_s.
+    started, ended: when the last publishing began and ended.
+
+    Publishing thus takes at most PUBLISH_SHARE of the time, and delays a token by at most stream_interval_s.
     """
     return ended + min((ended - started) / PUBLISH_SHARE, stream_interval_s)
 
@@ -620,7 +621,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left until the deadline; None without a limit."""
+        """The seconds until the deadline; None without a limit."""
         return None if self._at is None else max(self._at - time.monotonic(), LEAST_TIMEOUT_S)
 
     async def wait_for(self, awaitable: Awaitable[T]) -> T:

@@ -19,7 +19,9 @@ from ..options.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.request import FinishReason, Prompt, Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from ..text.tokenizer import Tokenizer
+from .core import EngineCore
 from .forks import new_fork
+from .generation import Progress, call_with_error_prefix, progress_bar
 from .request_factory import RequestFactory
 from .request_spec import RequestSpec
 
@@ -64,10 +66,10 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """A continuation that is still being extended.
+    """An unfinished continuation.
 
-    request: the request that computes its next token.
-    children: its most likely candidates, once the next token is computed.
+    request: the request that computes the beam's next token.
+    children: its most likely extensions, once the next token is computed.
     """
 
     request: Request
@@ -108,8 +110,7 @@ class BeamGroup:
         self.error: str | None = None
 
     def choose(self) -> list[Candidate]:
-        """Choose the next beams from the children of all live beams. Return an empty list when the search is
-        over.
+        """Choose the next beams among the children of all live beams. Return none if the search is over.
 
         As in transformers, a candidate may end with EOS only if it is among the best beam_width. The best
         candidates that do not end become the next beams.
@@ -159,7 +160,7 @@ class BeamGroup:
 class BeamSearch:
     """The beam searches for several prompts. Other requests may run at the same time.
 
-    As many searches run at once as keep all their beams within max_num_seqs.
+    As many searches run at once as have room for all their beams within max_num_seqs.
     """
 
     def __init__(self, factory: RequestFactory, scheduler: Scheduler, params: BeamSearchParams) -> None:
@@ -298,3 +299,27 @@ class BeamSearch:
                 self._pending.remove(request)
             elif request.status is not RequestStatus.FINISHED:
                 self.scheduler.abort(request)
+
+
+def search_beams(
+    core: EngineCore,
+    prompts: list[Prompt],
+    params: BeamSearchParams,
+    lora_request: LoRARequest | None,
+    priority: float,
+    tenant: str,
+    *,
+    use_tqdm: Progress,
+) -> list[BeamSearchOutput]:
+    """Search the continuations of all prompts at once; see `LLMEngine.beam_search`."""
+    search = BeamSearch(core.factory, core.scheduler, params)
+    for i, prompt in enumerate(prompts):
+        terms = (core.next_id(), prompt, priority, tenant, lora_request)
+        call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
+    try:
+        with progress_bar(use_tqdm, len(prompts), "Searching", "prompt") as bar:
+            for _ in search.run(core.step):
+                bar.update()
+    finally:
+        search.abort()
+    return [group.output(core.factory.tokenizer) for group in search.groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ..base.errors import EngineDeadError, RequestError
@@ -21,17 +21,14 @@ from .request_spec import RequestSpec
 if TYPE_CHECKING:
     from ..runner.executor import Executor, PendingStep
     from .grammar_waits import GrammarWaits
+    from .logprob_turns import LogprobTurns
     from .reports import ReportSpec, ReportTerms
-
-# Log-probabilities that a step makes readable besides those of its tokens: 10 ms of Python where others run.
-CANDIDATES_OF_STEP = 4096
-CANDIDATES_OF_EACH = CANDIDATES_OF_STEP // 8
-CANDIDATES_ALONE = 2 * CANDIDATES_OF_STEP  # requests may come meanwhile
 
 
 class EngineCore:
-    """The unfinished requests, and the step that advances them. `LLMEngine`, `generation` and the async
-    engine share a core, which is not thread-safe.
+    """The unfinished requests of an engine, and the step that advances them. It is not thread-safe.
+
+    `LLMEngine`, `generation` and the async engine use the same core.
 
     groups: the unfinished requests by id.
     outbox: receives the outputs of requests that were added without an outbox of their own.
@@ -57,9 +54,7 @@ class EngineCore:
         self._with_grammars: set[RequestGroup] = set()
         self._waits: GrammarWaits | None = None  # from the first request with a grammar on
         self._finished: dict[RequestGroup, None] = {}  # finished requests that are not published yet
-        self._reporting: dict[RequestGroup, None] = {}  # requests with log-probabilities, in turn
-        self._undecoded: Set[RequestGroup] = frozenset()  # with candidates that are not decoded yet
-        self._num_to_decode = 0  # how many candidates the step may decode
+        self._logprobs: LogprobTurns | None = None  # from the first request with log-probabilities on
         self._ids = itertools.count()
         self._in_flight: deque[tuple[Schedule, PendingStep]] = deque()  # steps that were launched
 
@@ -68,15 +63,13 @@ class EngineCore:
     def step(
         self, outbox: Outbox | None = None, on_schedule: Callable[[Schedule], None] | None = None
     ) -> list[Request]:
-        """Run one step. Return the requests that got a token or an error.
-
-        Finished requests are published.
+        """Run one step. Return the requests that got a token or an error. Publish finished requests.
 
         outbox: unfinished requests that got a token are also published if this is their outbox.
         on_schedule: called with the schedule before the step computes it.
 
-        Raises EngineDeadError if the GPU or a process of the model has failed; earlier finished requests are
-        published first.
+        Raises EngineDeadError if the GPU or a process of the model has failed; requests that finished earlier
+        are published first.
         """
         if self.dead is not None:
             return self._publish_last()
@@ -104,7 +97,8 @@ class EngineCore:
             except BaseException as error:
                 self._recover(error)
                 raise
-            self._decode_logprobs()
+            if self._logprobs is not None:
+                self._logprobs.decode(self._finished)
             self.publish(self._groups_in(outbox, advanced))
         if is_blocked and self._waits is not None:
             self._waits.wait()
@@ -127,54 +121,29 @@ class EngineCore:
         assert self.dead is not None
         if not self._finished:
             raise EngineDeadError(str(self.dead)) from self.dead.__cause__
-        self._decode_logprobs()
+        if self._logprobs is not None:
+            self._logprobs.decode(self._finished)
         self.publish()
         return []
 
     def publish(self, groups: Iterable[RequestGroup] = ()) -> None:
-        """Put outputs into the outboxes of finished requests, and of requests in `groups` that want them.
+        """Put an output into the outbox of each finished request, and of each request in `groups` that wants
+        one.
 
-        If a request's log-probabilities are not all decoded yet, it is published after a later step.
+        A request whose log-probabilities are not all decoded yet is published after a later step.
         """
-        finished = [group for group in self._finished if group not in self._undecoded]
+        undecoded = () if self._logprobs is None else self._logprobs.undecoded
+        finished = [group for group in self._finished if group not in undecoded]
         for group in dict.fromkeys([*groups, *finished]):
-            if group in self._undecoded:
+            if group in undecoded:
                 continue
             if group in self._finished or group.outbox.wants(group.output_kind):
                 group.outbox.put(self.outputs.output(group))
         for group in finished:
             self._forget(group)
 
-    def _decode_logprobs(self) -> None:
-        """Decode about CANDIDATES_OF_STEP candidates of log-probabilities, plus as many as the step made.
-
-        Each request gets an equal share. What remains goes to one request after the other, finished ones
-        first, as their readers wait. The next step begins with the requests that got least.
-        """
-        self._undecoded = frozenset()
-        if not self._reporting:
-            return
-        self._num_to_decode += CANDIDATES_OF_STEP if self.scheduler.has_runnable() else CANDIDATES_ALONE
-        got = dict.fromkeys(sorted(self._reporting, key=lambda group: group not in self._finished), 0)
-        share = max(1, min(CANDIDATES_OF_EACH, self._num_to_decode // len(got)))
-        undecoded = [*got]
-        for most in (share, CANDIDATES_ALONE):
-            undecoded = [group for group in undecoded if self._decode_some(group, most, got)]
-        if undecoded:
-            self._reporting = dict.fromkeys([*sorted(undecoded, key=got.__getitem__), *self._reporting])
-            self._undecoded = {*undecoded}
-        self._num_to_decode = 0
-
-    def _decode_some(self, group: RequestGroup, most: int, got: dict[RequestGroup, int]) -> bool:
-        """Decode up to `most` candidates of a request. Return whether some may be left."""
-        bound = max(0, min(most, self._num_to_decode))
-        num = self.outputs.decode_logprobs(group, bound)
-        self._num_to_decode -= num
-        got[group] += num
-        return num >= bound
-
     def groups_of(self, requests: Iterable[Request]) -> Iterator[RequestGroup]:
-        """Yield the group of each request that is unfinished."""
+        """Yield the groups of those requests that are unfinished."""
         return (self.groups[r.request_id] for r in requests if r.request_id in self.groups)
 
     def _groups_in(self, outbox: Outbox | None, requests: list[Request]) -> Iterable[RequestGroup]:
@@ -221,8 +190,9 @@ class EngineCore:
         num_finished = self.scheduler.counters.num_finished
         # Both by position, so that a step which is computed again overwrites them.
         output.record_reports(schedule)
-        # Unless as many are decoded as come, the candidates left of many requests would become ever more.
-        self._num_to_decode = output.record_logprobs(schedule)
+        num_candidates = output.record_logprobs(schedule)
+        if self._logprobs is not None:
+            self._logprobs.num_new = num_candidates
         advanced = self.scheduler.update(schedule, output.tokens, output.errors, output.runs)
         num_stopped = self._end_at_stop_strings(advanced) if self._with_stops else 0
         if self._waits is not None and self._with_grammars:
@@ -289,7 +259,7 @@ class EngineCore:
     def add_report(
         self, request_id: str, spec: ReportSpec[object], terms: ReportTerms, outbox: Outbox
     ) -> Request:
-        """Queue a request that only reports on its prompt. Return the request; it will hold the report.
+        """Queue a request that only reports on its prompt. Return the request, which will hold the report.
 
         Raises RequestError if anything is wrong, QueueFullError if max_waiting requests are already waiting.
         """
@@ -321,7 +291,11 @@ class EngineCore:
             self._with_stops.add(group)
         inputs = group.samples[0].inputs
         if inputs.wants_logprobs or inputs.params.prompt_logprobs is not None:
-            self._reporting[group] = None
+            if self._logprobs is None:
+                from .logprob_turns import LogprobTurns
+
+                self._logprobs = LogprobTurns(self.scheduler, self.outputs)
+            self._logprobs.add(group)
         if group.samples[0].sampling.grammar is not None:
             self._with_grammars.add(group)
             if self._waits is None:
@@ -369,7 +343,7 @@ class EngineCore:
                 self._abort(group)
 
     def hold(self, request_id: str, is_held: bool) -> None:
-        """Hold a request, so that it computes nothing, or release it. Ignore unknown ids."""
+        """Hold the request of a slow reader, so that it computes nothing, or release it."""
         group = self._unfinished(request_id)
         if group is not None:
             change = self.scheduler.hold if is_held else self.scheduler.release
@@ -394,7 +368,7 @@ class EngineCore:
         self._forget(group)
 
     def longest(self) -> int:
-        """Return the maximum number of tokens of any unfinished request, including requests read ahead."""
+        """Return the maximum length of any unfinished request in tokens, also of those not queued yet."""
         samples = (sample for group in self.groups.values() for sample in group.samples)
         return max((sample.inputs.max_total_tokens for sample in samples), default=1)
 
@@ -411,7 +385,7 @@ class EngineCore:
         return bool(self._finished or self._in_flight) or self.scheduler.has_runnable()
 
     def waits_for_masks(self) -> bool:
-        """Return whether a step without work waits for masks by itself, so that its caller need not wait."""
+        """Return whether an empty step itself waits for grammar masks, so that the caller need not wait."""
         return bool(self._waits)
 
     def has_unfinished(self) -> bool:
@@ -435,5 +409,6 @@ class EngineCore:
         self._with_grammars.discard(group)
         if self._waits is not None:
             self._waits.forget(group.samples)
-        self._reporting.pop(group, None)
+        if self._logprobs is not None:
+            self._logprobs.forget(group)
         self.outputs.forget(group)

@@ -39,9 +39,24 @@ def find_draft_model(
                     f"{speculation.model} has {draft.vocab_size} tokens, and {config.model} "
                     f"{target.vocab_size}; give a model with the same tokenizer"
                 )
-        elif difference := tokenizer.difference_from(Tokenizer(directory)):
+        elif difference := _difference(tokenizer, Tokenizer(directory)):
             raise ConfigError(
                 f"{speculation.model} has another tokenizer than {config.model}: {difference}; give a model "
                 "with the same one"
             )
     return DraftCheckpoint(directory, draft)
+
+
+def _difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
+    """Describe how the tokens of another tokenizer differ from a tokenizer's; "" if they are equal."""
+    if len(tokenizer) != len(other):
+        return f"it has {len(other):,} tokens, not {len(tokenizer):,}"
+    ours = tokenizer.vocabulary
+    theirs = other.vocabulary
+    if ours != theirs:
+        token = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))[0]
+        return f"token {token!r} is {theirs.get(token, 'missing')}, not {ours.get(token, 'missing')}"
+    if tokenizer.special_token_ids != other.special_token_ids:
+        token_id = min(tokenizer.special_token_ids ^ other.special_token_ids)
+        return f"token {token_id} is special in one of them only"
+    return ""

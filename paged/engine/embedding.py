@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of a prompt; None if there is none, and `error` gives the reason."""
+    """The embedding of a prompt, or the reason why it could not be computed.
+
+    embedding: None if the computation failed; `error` then says why.
+    """
 
     embedding: list[float] | None
     error: str | None = None
@@ -42,7 +45,9 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOptions:
-    """The options of a call for embeddings; see `LLMEngine.embed`. None takes the checkpoint's setting."""
+    """The options of a call for embeddings; see `LLMEngine.embed`. Options that are None come from the
+    checkpoint.
+    """
 
     pooling: Pooling | None = None
     normalize: bool | None = None
@@ -187,9 +192,9 @@ class Embedder:
 
 
 class EmbeddingReport(PromptReport):
-    """A report on a prompt that turns its hidden states into a vector.
+    """A report that turns the hidden states of a prompt into a vector.
 
-    head: maps the mean of the hidden states to the vector; None keeps the mean.
+    head: maps the mean of the hidden states to the vector; None returns the mean.
     """
 
     __slots__ = ("head",)

@@ -31,11 +31,9 @@ from .generation import (
     Progress,
     RequestSource,
     as_list,
-    call_with_error_prefix,
     generate_as_completed,
     generate_in_order,
     generate_stream,
-    progress_bar,
     prompts_of,
 )
 from .model_text import ModelText, read_model
@@ -123,10 +121,10 @@ class LLMEngine(metaclass=ExplainsMissing):
     >>> print(outputs[0].outputs[0].text)
 
     The methods take the arguments of vLLM's `LLM`, in the same order. Arguments without effect here, such as
-    tokenization_kwargs, are accepted only with values that change nothing; docs/vllm-names.md lists them.
+    tokenization_kwargs, may only have values that change nothing; docs/vllm-names.md lists them.
 
-    On a GPU, making an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the
-    same option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
+    On a GPU, an engine sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction and the same
+    option for fp16 to False, for the whole process. cuBLAS then adds partial sums in float32.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError. Not thread-safe.
     """
@@ -240,7 +238,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         return self.text.params_of(given, max_tokens)
 
     def shutdown(self) -> None:
-        """End the other processes of a model over several processes. No step can run any more.
+        """End the other processes of a model over several processes. No further step can run.
 
         `with LLMEngine(...) as engine:` calls this at its end. Collecting the engine frees its memory.
         """
@@ -416,19 +414,16 @@ class LLMEngine(metaclass=ExplainsMissing):
 
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
-        from .embedding import Embedder, EmbeddingOptions
+        from .embedding import EmbeddingOptions
         from .reports import ReportTerms
-        from .run_reports import run_reports
+        from .run_reports import run_reports, specs_of
 
         check_call("embed", vllm, tokenization_kwargs=tokenization_kwargs)
         listed = as_list(prompts)
         options = EmbeddingOptions(pooling, normalize, dimensions, prompt_name).each(
             pooling_params, len(listed)
         )
-        specs = [
-            call_with_error_prefix(f"prompts[{i}]", Embedder(self.text, self.prompts, own).spec, prompt)
-            for i, (prompt, own) in enumerate(zip(listed, options, strict=True))
-        ]
+        specs = specs_of(self.text, self.prompts, listed, options)
         terms = ReportTerms(priority, tenant, lora_request=lora_request)
         return run_reports(self.core, "prompts", specs, terms, use_tqdm=use_tqdm)
 
@@ -523,24 +518,13 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or there is no prompt.
         """
         from ..options.other_calls import BeamSearchParams
-        from .beam_search import BeamSearch
+        from .beam_search import search_beams
 
         check_call("beam_search", vllm, concurrency_limit=concurrency_limit)
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams, got {params!r}")
-        listed = as_list(prompts)
-        search = BeamSearch(self.core.factory, self.scheduler, params)
-        for i, prompt in enumerate(listed):
-            priority_of = 0.0 if priority is None else priority
-            terms = (self.core.next_id(), prompt, priority_of, tenant, lora_request)
-            call_with_error_prefix(f"prompts[{i}]", search.add, *terms)
-        try:
-            with progress_bar(use_tqdm, len(listed), "Searching", "prompt") as bar:
-                for _ in search.run(self.core.step):
-                    bar.update()
-        finally:
-            search.abort()
-        return [group.output(self.tokenizer) for group in search.groups]
+        given = (as_list(prompts), params, lora_request, 0.0 if priority is None else priority, tenant)
+        return search_beams(self.core, *given, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -581,8 +565,6 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError, before anything runs, if an argument is wrong or the template refuses a
         conversation.
         """
-        from ..text.chat_template import conversations_of
-
         check_call(
             "chat",
             vllm,
@@ -590,30 +572,19 @@ class LLMEngine(metaclass=ExplainsMissing):
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        prompts = []
+        from .conversations import render_all, with_messages
+
         chat = self._local_chat(chat_template)
-        for i, conversation in enumerate(conversations_of(messages)):
-            try:
-                shown, shown_tools = chat.shown(conversation, tools)
-                prompt = self.render_chat(
-                    shown,
-                    tools=shown_tools,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    chat_template=chat_template,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-            except RequestError as error:
-                raise RequestError(f"conversation {i}: {error}", param=error.param) from error
-            prompts.append(prompt)
+        template = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        prompts = render_all(self.text, chat, messages, tools, template)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
-        outputs = [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
-        for output in outputs:
-            for completion in output.outputs:
-                completion.message = chat.message(
-                    output.prompt or "", completion, tools, continues_answer=continue_final_message
-                )
-        return outputs
+        outputs = generate_in_order(self.core, source, use_tqdm=use_tqdm)
+        return with_messages(chat, [*outputs], tools, continues_answer=continue_final_message)
 
     def _local_chat(self, chat_template: str | None) -> LocalChat:
         """Return what knows the format of the model's chats."""
@@ -736,9 +707,10 @@ class LLMEngine(metaclass=ExplainsMissing):
         return adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter before its first request. Return whether it was not known.
+        """Read an adapter before its first request. Return whether it is new.
 
-        Raises RequestError if it cannot be read or does not fit the model, UsageError without enable_lora.
+        Raises RequestError if the adapter cannot be read or does not fit the model, UsageError without
+        enable_lora.
         """
         adapters = self._adapters
         is_new = lora_request not in adapters.requests
@@ -746,14 +718,15 @@ class LLMEngine(metaclass=ExplainsMissing):
         return is_new
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapter of this lora_int_id. Unfinished requests keep it. Return whether it was known.
+        """Forget the adapter with this lora_int_id. Return whether it was known. Unfinished requests continue
+        with it.
 
         Raises UsageError without enable_lora.
         """
         return self._adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
+        """Return the lora_int_id of each known adapter. Raises UsageError without enable_lora."""
         return {request.lora_int_id for request in self._adapters.requests}
 
     # Prefixes

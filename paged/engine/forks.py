@@ -28,10 +28,9 @@ def new_fork(
 ) -> RequestGroup:
     """Make a request that continues after the newest token of `parent`.
 
-    params: by default the parent's, with a new seed for the fork. New stop strings apply to new text
-        only.
+    params: by default the parent's, with a new seed. New stop strings apply to new text only.
 
-    Raises RequestError naming what is wrong.
+    Raises RequestError, which names what is wrong.
     """
     seed = derived_seed(factory.seed, request_id)
     inherited = parent.inputs

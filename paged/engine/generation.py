@@ -71,12 +71,11 @@ class RequestSource(Iterator[RequestSpec]):
 
 
 class Generation:
-    """The requests of one call while an engine runs them. A context manager that aborts unfinished requests
-    at its end.
+    """Runs the requests of one call. It is a context manager, whose end aborts unfinished requests.
 
-    At most `window` prompts are in progress; a prompt is in progress from when it is read until its last
-    output is released. An invalid prompt ends the reading. If it is in the first window, its error is raised
-    at once, before anything runs; otherwise it is raised when the prompts before it are done.
+    At most `window` prompts are in progress: from when a prompt is read until its last output is released. An
+    invalid prompt ends the reading. If it is in the first window, its error is raised at once, before
+    anything runs; otherwise it is raised when the prompts before it are done.
     """
 
     def __init__(self, core: EngineCore, source: RequestSource, *, use_tqdm: Progress) -> None:
@@ -122,9 +121,9 @@ class Generation:
         return bool(self._unfinished)
 
     def step(self, *, every_token: bool) -> list[tuple[int, RequestOutput]]:
-        """Run a step. For each request that finished, return the index of its prompt and its output.
+        """Run a step. Return the index of the prompt and the output of each request that finished.
 
-        every_token: whether to return an output also for each unfinished request that got a token.
+        every_token: whether to return also an output of each unfinished request that got a token.
         """
         queue(self._core, self._pending)
         advanced = self._core.step(self._outbox if every_token else None)
@@ -132,7 +131,7 @@ class Generation:
         return [self._record(output) for output in self._outbox.take()]
 
     def release_output(self, output: RequestOutput) -> RequestOutput:
-        """Return the output. If it is a prompt's last one, make room in the window for another prompt."""
+        """Return the output. If it is the last one of its prompt, let another prompt be read."""
         self._num_released += output.finished
         return output
 
@@ -172,7 +171,7 @@ class Generation:
 
 
 def queue(core: EngineCore, pending: deque[RequestGroup]) -> None:
-    """Queue as many pending requests as the scheduler lets wait."""
+    """Queue pending requests until the scheduler refuses one."""
     while pending and core.scheduler.refusal(pending[0].samples[0]) is None:
         group = pending.popleft()
         if not group.finished:  # it may have been aborted by its id
@@ -212,13 +211,16 @@ def generate_stream(core: EngineCore, source: RequestSource) -> Iterator[Request
 
 
 def progress_bar(use_tqdm: Progress, total: int | None, desc: str, unit: str) -> tqdm[Any]:
-    """Return a progress bar; use_tqdm=False hides it, and a class of bars may be given instead."""
+    """Make a progress bar.
+
+    use_tqdm: False hides the bar. It may also be the class of the bar.
+    """
     make = use_tqdm if callable(use_tqdm) else tqdm
     return make(total=total, desc=desc, unit=unit, disable=not use_tqdm)
 
 
 def prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
-    """Return whichever of the two arguments is given. Raises RequestError unless exactly one is given."""
+    """Return the one of the two arguments that is given. Raises RequestError unless exactly one is given."""
     if (prompts is None) == (prompt_token_ids is None):
         given = "neither" if prompts is None else "both"
         raise RequestError(f"generate takes either prompts or prompt_token_ids, got {given}")
@@ -226,7 +228,7 @@ def prompts_of(prompts: Any, prompt_token_ids: Any) -> Any:
 
 
 def as_iterable(prompts: Any) -> Iterable[Prompt]:
-    """Return an iterable of prompts from one prompt or many. A list of ints is one prompt of token ids."""
+    """Return one prompt or many as an iterable. A list of ints is one prompt of token ids."""
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
     if not _is_iterable(prompts):
@@ -246,7 +248,7 @@ def as_list(prompts: Any) -> list[Prompt]:
 
 
 def call_with_error_prefix(prefix: str, function: Callable[..., T], *args: Any) -> T:
-    """Return function(*args). If it raises a PagedError, put the prefix in front of the message."""
+    """Return function(*args). Put the prefix before the message of any PagedError that it raises."""
     try:
         return function(*args)
     except PagedError as error:

@@ -17,14 +17,15 @@ ALL_HELD_S = 0.01
 
 
 class GrammarWaits:
-    """Begins a request's mask as soon as its newest token is known, and holds requests with late masks.
+    """Starts the mask of each request as soon as its newest token is known, and holds requests with late
+    masks.
 
-    A worker thread computes the masks of fast grammars during the next forward. Only if the scheduler itself
-    needs a mask does `settle` wait for it, SLOW_S at most: when the request does not run yet, or ends with
-    its grammar. A slow grammar is not waited for: its request is held, and released before the first step
-    that finds its mask computed.
+    A worker thread computes the masks of fast grammars during the next forward pass. `settle` waits for a
+    mask, at most SLOW_S, only if the scheduler needs it: for a request that does not run yet, or that ends
+    with its grammar. It does not wait for a slow grammar. The request is held until a step finds its mask
+    computed.
 
-    Requests passed to `begin` must be known to the scheduler.
+    Requests passed to `begin` must be in the scheduler.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -33,7 +34,7 @@ class GrammarWaits:
         self._begun: dict[Request, bool] = {}
 
     def begin(self, requests: Iterable[Request], *, are_running: bool = False) -> None:
-        """Begin to compute the next mask of each unfinished request that has a grammar.
+        """Start the next mask of each unfinished request that has a grammar.
 
         are_running: whether a step has just given each request a token.
         """
@@ -45,14 +46,16 @@ class GrammarWaits:
             self._begun |= {request: not (are_running and request.stop_ids) for request in wanted}
 
     def settle(self) -> list[Request]:
-        """Hold and release requests before a step. Return requests that end: their grammar is complete."""
+        """Hold and release requests before a step. Return the requests that end because their grammar is
+        complete.
+        """
         if not self._begun:
             return []
         self._wait_for_awaited()
         return self._release_computed()
 
     def wait(self) -> None:
-        """Wait until one of the awaited masks is computed, for at most ALL_HELD_S."""
+        """Wait until one of the pending masks is computed, at most ALL_HELD_S."""
         if jobs := self._jobs(self._begun):
             wait([job.done for job in jobs], ALL_HELD_S, FIRST_COMPLETED)
 

@@ -30,7 +30,7 @@ CALLS_S = 0.02  # of calls between two steps: a request may have a thousand prom
 
 
 class Recipient(Outbox, ABC):
-    """An outbox that can tell its reader that no more outputs will come."""
+    """An outbox that can also give its reader an error."""
 
     def pauses(self, group: RequestGroup) -> bool:  # noqa: ARG002
         """Return whether to pause the request now because its reader is slow."""
@@ -38,7 +38,7 @@ class Recipient(Outbox, ABC):
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Raise this error in the reader once it has read all outputs."""
+        """Let the reader read all outputs, and then raise this error in it."""
 
     def follow(self, call: Future[Any]) -> None:
         """Call `fail` if the call that adds the request fails or is cancelled."""
@@ -48,11 +48,11 @@ class Recipient(Outbox, ABC):
 
 
 class EngineLoop:
-    """The loop that owns an engine. Other threads submit functions, which it calls between two steps.
+    """The loop that owns an engine. Other threads submit functions, which the loop calls between two steps.
 
     deliver: called on the loop's thread when readers may have new outputs.
-    on_newcomers: called on the loop's thread before a step, with the requests that this step may be the first
-        to compute.
+    on_newcomers: called on the loop's thread before a step, with the requests that the step may compute for
+        the first time.
     stream_interval_s: maximum delay of an output of an unfinished request, in seconds. With short steps and
         many readers, tokens are held back; see `next_publish_time`.
     """
@@ -86,7 +86,7 @@ class EngineLoop:
             raise copy_of(self.dead)
 
     def submit(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have the loop call function(engine) between two steps. Return the future result.
+        """Call function(engine) on the loop's thread between two steps. Return the future result.
 
         Raises EngineDeadError.
         """
@@ -98,7 +98,7 @@ class EngineLoop:
         return future
 
     def call(self, function: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have the loop call a user's function between two steps, after publishing all tokens held back."""
+        """Call a user's function between two steps, after publishing all tokens that were held back."""
 
         def called(engine: LLMEngine) -> T:
             self._publish()
@@ -107,7 +107,7 @@ class EngineLoop:
         return self.submit(called)
 
     def look(self) -> Future[EnginePicture]:
-        """Return a future picture of the next step; of the present state if the engine is idle.
+        """Return the future picture of the next step, or of an idle engine.
 
         Raises EngineDeadError.
         """
@@ -133,7 +133,7 @@ class EngineLoop:
         return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
 
     def add(self, add: Callable[[LLMEngine], T], reader: Recipient) -> Future[T]:
-        """Have the loop call `add`, which adds this reader's request. The reader gets an error of `add`."""
+        """Submit a call of `add`, which adds a reader's request. If it fails, the reader gets the error."""
         call = self.submit(add)
         call.add_done_callback(reader.follow)
         return call
@@ -310,7 +310,7 @@ def _stopped_by(cause: BaseException) -> EngineDeadError:
 
 
 def copy_of(error: EngineDeadError) -> EngineDeadError:
-    """Return a copy of an error for another caller, so that the two tracebacks stay separate."""
+    """Copy an error for another caller, so that each has a traceback of its own."""
     copy = EngineDeadError(str(error))
     copy.__cause__ = error.__cause__
     return copy

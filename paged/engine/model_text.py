@@ -40,7 +40,7 @@ MOST_TOKENIZED = 4  # texts at once in threads
 
 
 def read_model(config: EngineConfig, directory: Path) -> tuple[ModelConfig, str]:
-    """Read config.json, and what the model sees images with. Return also why it sees none, if it does not.
+    """Read config.json and the vision part of a model. Return also the reason why it takes no images, or "".
 
     Raises CheckpointError and UnsupportedModelError.
     """
@@ -55,11 +55,11 @@ def read_model(config: EngineConfig, directory: Path) -> tuple[ModelConfig, str]
 class ModelText:
     """The tokenizer, chat templates and sampling defaults of a checkpoint.
 
-    It needs no torch, so a process without the model can prepare requests for an engine process.
+    It needs no torch, so that a process without the model can prepare requests for an engine process.
 
-    no_images: why the model sees no images, if it does not.
+    no_images: the reason why the model takes no images; "" if it takes some.
     tokenizer: None with skip_tokenizer_init.
-    has_embedding_files: whether the checkpoint has files that say how to make embeddings.
+    has_embedding_files: whether the checkpoint has files of sentence-transformers.
     sampling_defaults: the sampling parameters that the checkpoint sets.
     chat_defaults: further parameters that `paged chat` and the page use by default.
     eos_token_ids: the EOS ids within the vocabulary. Other ids, such as the -1 of models without EOS, can
@@ -92,7 +92,7 @@ class ModelText:
 
     @cached_property
     def images(self) -> ImagePrompts | None:
-        """What reads the images of prompts; None if the model sees none."""
+        """The parser of the images in prompts; None if the model takes no images."""
         vision = self.model_config.vision
         if vision is None:
             return None
@@ -116,9 +116,9 @@ class ModelText:
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
 
     def set_defaults(self, sampling: Mapping[str, Any]) -> None:
-        """Set parameters of requests that do not give them, before those of the checkpoint.
+        """Set default parameters of requests. They take precedence over those of the checkpoint.
 
-        Raises RequestError for parameters that do not go together.
+        Raises RequestError for parameters that contradict each other.
         """
         if sampling:
             self.sampling_defaults = {**self.sampling_defaults, **sampling}
@@ -132,7 +132,7 @@ class ModelText:
 
     @cached_property
     def embedding(self) -> EmbeddingSettings:
-        """How the checkpoint makes embeddings. Raises CheckpointError for wrong files."""
+        """The settings for embeddings in the checkpoint. Raises CheckpointError for wrong files."""
         from ..checkpoints.embedding_files import read_embedding_settings
 
         return read_embedding_settings(self._directory, self.model_config.hidden_size)
@@ -148,19 +148,19 @@ class ModelText:
 
     @cached_property
     def rendering(self) -> ThreadPoolExecutor:
-        """The threads that render conversations. They do nothing else, because a template may hang."""
+        """A pool of threads that only render conversations, because a template may hang."""
         from ..text.chat_template import MOST_RENDERED
 
         return ThreadPoolExecutor(MOST_RENDERED, "paged-render")
 
     @cached_property
     def tokenizing(self) -> ThreadPoolExecutor:
-        """The threads that tokenize long texts."""
+        """A pool of threads that tokenize long texts."""
         return ThreadPoolExecutor(MOST_TOKENIZED, "paged-tokenize")
 
     @cached_property
     def chat(self) -> ChatRenderer:
-        """Renders conversations. Raises RequestError without a tokenizer."""
+        """The renderer of conversations. Raises RequestError without a tokenizer."""
         from .chat_renderer import ChatRenderer
 
         if self.tokenizer is None:
@@ -175,7 +175,7 @@ class ModelText:
     def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
         """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
-        The images of its parts are in "multi_modal_data".
+        The prompt has the images of its messages in "multi_modal_data".
         """
         if not _has_parts(messages):
             return self.chat.render(messages, **template)

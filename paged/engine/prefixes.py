@@ -46,10 +46,10 @@ Entry = tuple[bytes, int, int, bytes, bytes]
 
 
 class SavedSnapshots(NamedTuple):
-    """The snapshots in a file, the least recently used first.
+    """The snapshots of states in a file, the least recently used first.
 
-    places: the entry whose block each is behind. states: [num_layers, num_snapshots, size] by the names of
-        `StateCache`.
+    places: for each snapshot, the index of the saved block after which the state was taken.
+    states: the states, [num_layers, num_snapshots, size], by the names of `StateCache`.
     """
 
     places: list[int]
@@ -99,7 +99,7 @@ def _pin_name(prompt: ParsedPrompt) -> str:
 
 
 def move_states(core: EngineCore) -> None:
-    """Make the moves of states that wait for the next step, so that snapshots may be read and written."""
+    """Execute the moves of states that wait for the next step, so that snapshots can be read and written."""
     if core.scheduler.states is None:
         return
     schedule = Schedule(scheduled_time=core.scheduler.clock())
@@ -111,7 +111,7 @@ def move_states(core: EngineCore) -> None:
 def fingerprint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, quantization: str | None, kv_dtype: torch.dtype
 ) -> str:
-    """Return a sha256 of what KV depends on besides the tokens: config, dtypes, all bytes of the weights."""
+    """Return a sha256 of all that KV depends on besides the tokens: config, dtypes and weights."""
     config = replace(config, max_model_len=None)
     digest = hashlib.sha256(f"{config}/{dtype}/{quantization}/{kv_dtype}".encode())
     for file in sorted([*directory.glob("*.safetensors"), *map(directory.joinpath, gguf_files(directory))]):
@@ -195,7 +195,7 @@ def load(
     fingerprint: str,
     draft_fingerprint: str | None = None,
 ) -> int:
-    """Put the blocks of a file into the cache until no block is free. Return how many.
+    """Load the blocks of a file into the cache until no block is free. Return how many.
 
     Raises CheckpointError, and loads nothing, if the file is damaged or was made for another engine.
     """

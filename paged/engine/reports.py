@@ -19,7 +19,7 @@ Found = TypeVar("Found", covariant=True)
 
 
 class ReportSpec(Protocol[Found]):
-    """A request that generates no tokens and only reports on its prompt."""
+    """A request that generates no tokens, but reports on its prompt."""
 
     @property
     def prompt(self) -> ParsedPrompt:
@@ -32,13 +32,14 @@ class ReportSpec(Protocol[Found]):
         """
 
     def output(self, request: Request) -> Found:
-        """Return the output made from the report of the finished request."""
+        """Make the output of the finished request from its report."""
 
 
 class ReportTerms(NamedTuple):
-    """How a request for a report is scheduled.
+    """The scheduling parameters of a request for a report.
 
-    part_of: see `RequestInputs`. lora_request: see `RequestSpec`.
+    part_of: see `RequestInputs`.
+    lora_request: see `RequestSpec`.
     """
 
     priority: float = 0.0
@@ -63,9 +64,9 @@ class ReportTerms(NamedTuple):
 def new_report(
     factory: RequestFactory, request_id: str, spec: ReportSpec[object], terms: ReportTerms, now: float
 ) -> RequestGroup:
-    """Make a request that generates no tokens and only reports on its prompt.
+    """Make a request that generates no tokens, but reports on its prompt.
 
-    Raises RequestError naming what is wrong.
+    Raises RequestError, which names what is wrong.
     """
     if spec.prompt.images:
         raise RequestError(

@@ -80,9 +80,9 @@ class RequestFactory:
         return Grammars(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids)
 
     def new_group(self, request_id: str, spec: RequestSpec, now: float) -> RequestGroup:
-        """Make a request with params.num_samples samples. The other samples are siblings of the first.
+        """Make a request with params.num_samples samples. The other samples are siblings of the first one.
 
-        Raises RequestError naming what is wrong.
+        Raises RequestError, which names what is wrong.
         """
         self.check_head()
         params = spec.params(self.default_params)
@@ -131,7 +131,7 @@ class RequestFactory:
         return RequestGroup(request_id, samples)
 
     def with_adapter(self, inputs: RequestInputs, request: LoRARequest) -> RequestInputs:
-        """Return the inputs of a request with an adapter, on which its KV depends."""
+        """Return the inputs of a request with its LoRA adapter, which changes the namespace of its KV."""
         if self.adapters is None:
             raise RequestError(
                 f"the engine takes no LoRA adapters, got lora_request {request!r}: make it with "
@@ -142,7 +142,7 @@ class RequestFactory:
         return replace(inputs, adapter=number, lora_request=request, namespace=namespace + inputs.namespace)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
-        """Do the slow part of `new_group`. Runs on any thread. Raises RequestError."""
+        """Tokenize a prompt and compile its parameters: the slow part of `new_group`. Runs on any thread."""
         self.check_params(params)
         if isinstance(prompt, ParsedPrompt):
             self.prompts.check_parsed(parsed := prompt)
@@ -165,7 +165,7 @@ class RequestFactory:
         generates: bool = True,
         part_of: str = "",
     ) -> RequestInputs:
-        """Return the constant part of a request, which has passed all checks but those of its lengths."""
+        """Return the immutable part of a request. Only its lengths are checked here."""
         prompt = prepared.prompt
         return RequestInputs(
             request_id=request_id,
@@ -202,7 +202,7 @@ class RequestFactory:
         grammar: Grammar | None,
         num_tokens: int = 0,
     ) -> None:
-        """Raise RequestError where parameters that exclude tokens leave none; most exclude none."""
+        """Raise RequestError if the parameters exclude every token. Most parameters exclude none."""
         excludes = rules.bad_words or params.min_tokens or params.allowed_token_ids is not None
         if not excludes and grammar is None:
             return
@@ -230,7 +230,7 @@ class RequestFactory:
         return PromptReport(0, num_rows, num_top)
 
     def check_head(self) -> None:
-        """Raise RequestError for a model without a head."""
+        """Raise RequestError if the model has no output head."""
         if not self.model_config.has_head:
             raise RequestError(
                 f"this {self.model_config.architecture} was saved without its head, as a model that makes "
@@ -239,7 +239,7 @@ class RequestFactory:
             )
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError where the parameters do not fit this engine."""
+        """Raise RequestError if the parameters do not fit this engine."""
         check_is_params(params)
         if params.stop and self.tokenizer is None:
             raise RequestError(
@@ -258,7 +258,7 @@ class RequestFactory:
         self.prompts.check_vocabulary("logit_bias", [*(params.logit_bias or ())])
 
     def check_priority(self, priority: object) -> None:
-        """Raise RequestError for a priority that the scheduling policy would ignore."""
+        """Raise RequestError if a priority is given that the scheduling policy ignores."""
         policy = self.scheduling_policy
         if priority and isinstance(policy, str) and policy != "priority":
             raise RequestError(
@@ -316,7 +316,7 @@ class RequestFactory:
 
 
 def stops_of(params: SamplingParams) -> StopStrings | None:
-    """Return the automaton that finds the stop strings."""
+    """Return the automaton that finds the stop strings; None without stop strings."""
     if not params.stop:
         return None
     from ..requests.stop_strings import stop_strings

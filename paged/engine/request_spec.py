@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Prepared(NamedTuple):
-    """The parts of a request that may take long to make: the tokenized prompt and the compiled parameters."""
+    """The tokenized prompt and the compiled parameters of a request, which may take long to make."""
 
     prompt: ParsedPrompt
     rules: TokenRules = TokenRules()
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 
 
 class SampleSoFar(NamedTuple):
-    """An unfinished sample that another engine began to compute.
+    """A sample that another engine began and did not finish.
 
     sample: the sample's number among the samples of its request.
     cumulative_logprob: the sum of the log-probabilities of the tokens; None unless log-probabilities are
@@ -81,7 +81,7 @@ class RequestSpec:
 
 
 def deadline_of(params: SamplingParams, now: float) -> float:
-    """Return when a request that arrives now is aborted; inf for never."""
+    """Return the time at which a request that arrives now is aborted; inf if it never is."""
     return math.inf if params.timeout_s is None else now + params.timeout_s
 
 
@@ -103,7 +103,7 @@ def ids_of(request_ids: str | Iterable[str]) -> list[str]:
 
 
 def closed_error(request_id: str) -> UsageError:
-    """Return the error of a reader whose stream is closed while it waits for an output."""
+    """Return the error for a reader whose stream is closed while it waits for an output."""
     return UsageError(f"the stream of request {request_id!r} was closed while its output was awaited")
 
 

@@ -12,14 +12,14 @@ from .request_spec import SampleSoFar
 
 
 def resume(samples: Sequence[Request], resumed: Sequence[SampleSoFar], prompts: PromptParser) -> None:
-    """Let each sample go on after the tokens that another engine made of it."""
+    """Add to each sample the tokens that another engine generated, so that it continues after them."""
     for sample, output in zip(samples, resumed, strict=True):
         _check_given(sample, output.token_ids, prompts)
         _go_on(sample, output)
 
 
 def continue_output(samples: list[Request], generated: Sequence[int], prompts: PromptParser) -> None:
-    """Let the only sample go on after tokens that the user gives."""
+    """Add the tokens that the user gives to the only sample, so that it continues after them."""
     sample, *others = samples
     name = "generated_token_ids"
     if others or sample.inputs.wants_logprobs:

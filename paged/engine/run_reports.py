@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from ..requests.request import Outbox, RequestGroup
+from ..requests.request import Outbox, Prompt, RequestGroup
+from ..text.prompt_parser import PromptParser
 from .core import EngineCore
+from .embedding import Embedder, EmbeddingOptions, EmbeddingSpec
 from .generation import Progress, call_with_error_prefix, progress_bar, queue
+from .model_text import ModelText
 from .reports import ReportSpec, ReportTerms, new_report
 
 T = TypeVar("T")
@@ -48,3 +51,13 @@ def run_reports(
         for group in groups:
             core.abort(group.request_id)
     return [spec.output(group.samples[0]) for spec, group in zip(specs, groups, strict=True)]
+
+
+def specs_of(
+    text: ModelText, parser: PromptParser, prompts: Sequence[Prompt], options: Sequence[EmbeddingOptions]
+) -> list[EmbeddingSpec]:
+    """Return the spec of each prompt's embedding. Raises RequestError, which names the prompt."""
+    return [
+        call_with_error_prefix(f"prompts[{i}]", Embedder(text, parser, own).spec, prompt)
+        for i, (prompt, own) in enumerate(zip(prompts, options, strict=True))
+    ]

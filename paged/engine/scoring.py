@@ -38,7 +38,7 @@ class ScoreOutput:
 
     @property
     def mean_logprob(self) -> float | None:
-        """The log-probability per token, by which continuations of different lengths can be compared."""
+        """The log-probability per token, which is comparable between continuations of different lengths."""
         return None if self.logprob is None else self.logprob / self.num_tokens
 
 
@@ -73,5 +73,5 @@ class ScoreSpec:
 
 
 def names_of_scores(request_id: str, num_continuations: int) -> list[str]:
-    """Return the ids of the requests that score continuations: one id per continuation."""
+    """Return the request ids of a call for scores: one id per continuation."""
     return [request_id] if num_continuations == 1 else [f"{request_id}-{i}" for i in range(num_continuations)]

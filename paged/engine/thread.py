@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Mailbox(Recipient):
-    """The unread outputs of one request, for its reader: at most the newest output and the final one.
+    """The unread outputs of one request: at most the newest output and the final one.
 
     The engine's thread calls `put`, `pauses` and `fail`; the reader's event loop calls `get`. Each side first
     publishes its own state (an output, a waiter, a pause) and then checks the other side's state, so that no
@@ -33,7 +33,7 @@ class Mailbox(Recipient):
 
     spec: the `ReportSpec`, if the request only reports on its prompt.
     adding: the call that adds the request to the engine.
-    is_paused: whether the request is held because too much of its output is unread.
+    is_paused: whether the request is held because its reader is too far behind.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Mailbox(Recipient):
         return self._thread.replica
 
     def wants(self, kind: RequestOutputKind) -> bool:
-        """Return whether to make an output now. While a delta is unread, no other one is made."""
+        """Return whether to make an output now. While a delta is unread, no further one is made."""
         return kind is RequestOutputKind.CUMULATIVE or (kind is RequestOutputKind.DELTA and not self._outputs)
 
     def put(self, output: RequestOutput) -> None:
@@ -87,7 +87,7 @@ class Mailbox(Recipient):
         return self.is_paused
 
     def fail(self, error: BaseException) -> None:
-        """Make `get` raise this error once all outputs are read."""
+        """Let `get` return all outputs, and then raise this error."""
         self._failed = error
         with suppress(RuntimeError):  # the event loop is closed
             self.loop.call_soon_threadsafe(self.wake)

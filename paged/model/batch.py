@@ -11,7 +11,7 @@ from ..kernels.attention_options import AttentionPlan
 
 @dataclass(slots=True)
 class Queries:
-    """The tokens that attention is computed for: in each of num_seqs sequences, the last few tokens."""
+    """The new tokens for which attention is computed: in each of num_seqs sequences, the last few tokens."""
 
     # One per layer group: i32[num_seqs, max_blocks_per_seq], zeros after a sequence's own blocks
     block_tables: tuple[Tensor, ...]
@@ -29,7 +29,7 @@ class Queries:
 
 @dataclass(slots=True)
 class Batch:
-    """The tensors of one step. The num_tokens new tokens of all sequences follow each other."""
+    """The tensors of one step. The num_tokens new tokens of all sequences are concatenated."""
 
     token_ids: Tensor  # i64[num_tokens]
     positions: Tensor  # i64[num_tokens], higher by an offset in a long request: see LongContext
@@ -63,13 +63,11 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the launches of its step depend on the numbers of tokens alone."""
+        """Whether the launches of the step depend only on its numbers of tokens."""
         return self.given is None and self.grid_positions is None
 
     def forget_given(self) -> None:
-        """Remove images and other given embeddings from the batch, so that it can be used again for tokens
-        alone.
-        """
+        """Remove the embeddings of images, so that the batch can be reused for tokens only."""
         self.given = self.grid_positions = self.queries.last_keys = None
         self.features = ()
 

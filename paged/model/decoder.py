@@ -102,9 +102,9 @@ class DecoderLayer(Loadable):
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor | None:
-        """Run the layer from attention on, and update the residual in place.
+        """Run the layer from attention on. Update the residual in place.
 
-        Return the tensor that is still to be added to the residual; None if there is none.
+        Return the last sublayer's output, if it is not added to the residual yet; None otherwise.
         """
         if self.mixer is None:
             return self._feed_forward(query, rows)
@@ -149,7 +149,7 @@ class DecoderLayer(Loadable):
         return None
 
     def finish_loading(self) -> None:
-        """Join the weights of experts, and read the scalar. Raises CheckpointError for a wrong scalar."""
+        """Join the weights of experts, and read the factor. Raises CheckpointError for a wrong factor."""
         for module in self.modules():
             if isinstance(module, ManyExperts):
                 module.finish_loading()
@@ -198,7 +198,7 @@ class ParallelLayer(DecoderLayer):
     def attend(
         self, query: Tensor, residual: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache
     ) -> Tensor:
-        """Do what `DecoderLayer.attend` does, with both sublayers reading the same residual."""
+        """Run both sublayers on the same residual; see `DecoderLayer.attend`."""
         assert rows.inputs is None, "only layers whose outputs are normalised have inputs"
         normed = add_and_norm(None, residual, self.before_mlp)
         assert self.mixer is not None, "a parallel layer has attention"
@@ -207,7 +207,7 @@ class ParallelLayer(DecoderLayer):
 
 
 def add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
-    """Add `hidden` to the residual in place. Return the norm of the sum; without a norm, the sum."""
+    """Add `hidden` to the residual in place. Return the norm of the sum, or the sum if there is no norm."""
     if norm is None:
         assert hidden is None, "a sublayer whose input is not normalised follows one whose output is"
         return residual
@@ -287,15 +287,14 @@ class Decoder(nn.Module):
     def compute_part(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Stream:
         """Run all layers of a part that is not the last. Return the stream for the next part.
 
-        The per-layer inputs in the stream still include those of this part's layers.
+        The per-layer inputs in the stream still include those of this part.
         """
         stream, rows = self._begin(batch, stream)
         hidden = self._run_layers(len(self.layers), stream, rows, batch, kv_cache)
         return stream._replace(hidden=hidden)
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Run the model up to the last layer that writes K and V, for all tokens. Later tokens need nothing
-        else of them.
+        """Run the model for all tokens, up to the last layer that writes K and V.
 
         Returns the queries of that layer [num_tokens, num_heads, head_dim], the residual [num_tokens,
         hidden_size], and the per-layer inputs, if the model has them.
@@ -339,7 +338,7 @@ class Decoder(nn.Module):
         return hidden
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
-        """Run the rest after `compute_kv` for `batch.output_rows` only: most prompt tokens need no output."""
+        """Run the rest of the model after `compute_kv`, for `batch.output_rows` only."""
         query, residual, *rest = state
         queries = batch.output_queries
         if queries is None:
@@ -362,7 +361,7 @@ class Decoder(nn.Module):
         return add_and_norm(hidden, residual, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [n, hidden_size], from `forward` -> f32[n, vocab_size]
-        """Apply the output head. Only the first shard's result is meaningful: it has all logits."""
+        """Apply the output head. With shards, only the first one gets all logits."""
         assert self.head is not None, "only the last part has a head"
         own: Tensor = self.head(hidden)
         logits = collect_logits(own, self.part.shard, self.config.vocab_size).float()
@@ -371,7 +370,7 @@ class Decoder(nn.Module):
         return logits
 
     def loadables(self) -> Iterator[Loadable]:
-        """Yield the modules that take parameters from a checkpoint."""
+        """Yield the modules whose parameters come from a checkpoint."""
         for module in self.modules():
             is_tied = self.config.tie_word_embeddings and module is self.head
             if isinstance(module, Loadable) and not is_tied:
@@ -399,7 +398,7 @@ class Decoder(nn.Module):
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What keeps a step's launches from being recorded, such as a torch operation; None if nothing."""
+        """The reason why steps cannot be recorded, such as a torch operation; None if they can."""
         if not all(rotary.is_tabulated for rotary in self.rotary):
             return "torch computes the angles of its rotary embedding in each step"
         linear = [each for each in self.modules() if isinstance(each, Linear) and not each.stays_float]

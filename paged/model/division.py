@@ -8,7 +8,7 @@ from ..base.errors import DivisionError
 
 
 def check_shards(config: ModelConfig, count: int) -> None:
-    """Raise DivisionError unless `count` shards can divide a model. The message lists valid counts."""
+    """Check that `count` shards can divide a model. Raises DivisionError, which lists the valid counts."""
     if count == 1:
         return
     if any(isinstance(part, ExpertsSpec) for layer in config.layers for part in layer.feed_forwards):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def group_of(shard: Shard) -> TensorGroup:
-    """Return the process group through which a shard exchanges tensors."""
+    """Return the process group of a shard."""
     assert shard.group is not None, f"shard {shard.index} of {shard.count} was made without a group"
     return shard.group
 
@@ -34,7 +34,7 @@ def gather(x: Tensor, shard: Shard) -> Tensor:  # [n, share of columns] -> [n, c
 
 
 def collect_logits(x: Tensor, shard: Shard, vocab_size: int) -> Tensor:  # [n, share] -> [n, vocab_size]
-    """Gather the logits of all shards on the first shard, the driver. Others get their own columns."""
+    """Gather the logits of all shards on the first shard. Other shards return their own columns."""
     if shard.is_whole:
         return x
     widest = len(Shard(0, shard.count).tokens(vocab_size))

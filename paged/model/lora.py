@@ -33,9 +33,9 @@ class _Place(NamedTuple):
 
 
 class LoraLayer:
-    """The matrices of adapters for one linear layer, and what adds their product to its output.
+    """The adapter slots of one linear layer: the matrices A and B of each slot.
 
-    It has a slot for each adapter that may run. The memory never moves, as recorded steps point into it.
+    The memory never moves, because recorded steps hold its address.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class LoraLayer:
         self._kernels = kernels
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
-        """Add what the adapters in these slots make of x, i32[num_tokens], to the output."""
+        """Add the product of x and the adapters in these slots, i32[num_tokens], to the output."""
         self._kernels.add_lora(x, out, self.a, self.b, self.ranks, self.columns, slots)
 
     def set(self, slot: int, adapter: LoraAdapter) -> None:
-        """Put an adapter into a slot, in place of the one before."""
+        """Write an adapter into a slot. It replaces the adapter that was there."""
         for name, places in self.places.items():
             part = adapter.parts.get(name)
             self.ranks[slot, places[0].part] = 0 if part is None else len(part.a)
@@ -81,10 +81,10 @@ class LoraLayer:
 
 
 class LoraSlots:
-    """All slots of a model's adapters.
+    """The adapter slots of a model.
 
-    targets: the endings of the names of adapted matrices, as "q_proj"; None takes all.
-    names: those of the checkpoint, for messages.
+    targets: suffixes of the names of the matrices to adapt, such as "q_proj"; None adapts all.
+    names: the tensor names of the checkpoint, for messages.
 
     Raises ConfigError if no matrix has such a name.
     """
@@ -110,16 +110,16 @@ class LoraSlots:
         self._in = {name: layer for layer in self._layers for name in layer.places}
 
     def check(self, adapter: LoraAdapter) -> None:
-        """Raise CheckpointError for an adapter that does not fit the model or its slots."""
+        """Raise CheckpointError if an adapter does not fit the model or its slots."""
         check_adapter(adapter, self.shapes, self.max_rank, self._names)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """The rows and columns of each matrix that may be adapted, by its name in the decoder."""
+        """The shape [rows, columns] of each matrix that can be adapted, by its name in the decoder."""
         return {name: (layer.num_rows[name], layer.in_features) for name, layer in self._in.items()}
 
     def set(self, slot: int, adapter: LoraAdapter) -> None:
-        """Put an adapter into a slot, in place of the one before."""
+        """Write an adapter into a slot. It replaces the adapter that was there."""
         for layer in self._layers:
             layer.set(slot, adapter)
 
@@ -127,9 +127,9 @@ class LoraSlots:
 def check_adapter(
     adapter: LoraAdapter, shapes: Mapping[str, tuple[int, int]], max_rank: int, names: TensorNames
 ) -> None:
-    """Raise CheckpointError for an adapter of other matrices, shapes or ranks.
+    """Raise CheckpointError if an adapter has other matrices, shapes or ranks.
 
-    shapes: rows and columns of the matrices that may be adapted, by their names in the decoder.
+    shapes: the shapes of the matrices that can be adapted, by their names in the decoder.
     """
     for name, part in adapter.parts.items():
         shape = shapes.get(name)
@@ -156,9 +156,9 @@ def check_adapter(
 def targets_of(
     model: Decoder, targets: Collection[str] | None
 ) -> Iterator[tuple[Linear, dict[str, list[_Place]]]]:
-    """Yield the linear layers that have slots, and where the matrices that make them up are, by name.
+    """Yield each linear layer that has slots, and the rows of its output that each adapted matrix computes.
 
-    targets: the endings of the names of these matrices; None takes all.
+    targets: suffixes of the names of these matrices; None takes all.
     """
     names = model.config.tensor_names
 
@@ -173,7 +173,7 @@ def targets_of(
 
 
 def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -> int:
-    """Return the bytes of a slot for an adapter in all layers of a model, which may be on the meta device."""
+    """Return the size of one slot in all layers of a model, in bytes. The model may be on the meta device."""
     numbers = 0
     for linear, _ in targets_of(model, targets):
         numbers += len(linear.stored.parts) * linear.in_features + linear.stored.num_rows
@@ -181,7 +181,7 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 
 
 def adaptable(model: Decoder) -> Iterator[Linear]:
-    """Yield the linear layers that adapters may change: of attention, MLPs and per-layer embeddings."""
+    """Yield the linear layers that adapters can change: those of attention, MLPs and per-layer embeddings."""
     if model.inputs is not None:
         yield model.inputs.per_layer_model_projection
     for layer in model.layers:
@@ -196,7 +196,7 @@ def adaptable(model: Decoder) -> Iterator[Linear]:
 
 
 def leave_gates_apart(model: Decoder) -> None:
-    """Have products of gates and ups give both, before they are multiplied: adapters change each."""
+    """Make gated layers return gates and ups separately, because adapters change both."""
     for linear in adaptable(model):
         if linear.role == "gated":
             linear.role = "layer"

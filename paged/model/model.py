@@ -31,7 +31,7 @@ class Model(Protocol):
     tower: Vit | None  # makes embeddings of images
 
     def loadables(self) -> Iterator[Loadable]:
-        """Yield the modules that take parameters from a checkpoint."""
+        """Yield the modules whose parameters come from a checkpoint."""
 
     def load(self, loader: Loader) -> None:
         """Load the weights of a model that was made on the meta device."""
@@ -41,7 +41,7 @@ class Model(Protocol):
 
     @property
     def obstacle_to_recording(self) -> str | None:
-        """What keeps a step's launches from being recorded; None if nothing does. Known after `prepare`."""
+        """The reason why steps cannot be recorded; None if they can. It is known after `prepare`."""
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.
@@ -55,7 +55,7 @@ class Model(Protocol):
         """Compute the new tokens in a part that is not the last. Return the stream for the next part."""
 
     def compute_kv(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> tuple[Tensor, ...]:
-        """Write K and V of all layers. Return the input of `attend_last`, with a row for each token."""
+        """Compute K and V of all layers. Return the input of `attend_last`, with a row for each token."""
 
     def attend_last(self, state: tuple[Tensor, ...], batch: Batch, kv_cache: KVCache) -> Tensor:
         """Compute the rest of `forward` for `batch.output_rows` only.

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class TensorGroup(Protocol):
-    """The processes with shards of the same layers. All must make the same calls in the same order."""
+    """The processes with the shards of the same layers. All must make the same calls in the same order."""
 
     def gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Return the tensors of all shards, which have equal shapes, joined in the order of shards."""
+        """Concatenate the tensors of all shards, which have equal shapes, in the order of the shards."""
 
     def collect(self, tensor: Tensor) -> Tensor | None:
-        """Return the result of `gather` along the last dimension at shard 0, and None at other shards."""
+        """Concatenate the tensors along the last dimension at shard 0. Return None at other shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +39,27 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the layers are not divided."""
+        """Whether there is only one shard."""
         return self.count == 1
 
     @property
     def apart(self) -> Shard:
-        """The same share without a process group, for planning instead of computing."""
+        """This shard without a process group, for planning only."""
         return replace(self, group=None)
 
     def share(self, size: int) -> range:
-        """Return this shard's share of `size` outputs; `count` must divide them."""
+        """Return this shard's range of `size` outputs. `count` must divide `size`."""
         assert size % self.count == 0, f"{self.count} shards do not divide {size}"
         own = size // self.count
         return range(self.index * own, (self.index + 1) * own)
 
     def tokens(self, vocab_size: int) -> range:
-        """Return this shard's share of a vocabulary. The last shard's share may be smaller."""
+        """Return this shard's range of a vocabulary. The last shard's range may be smaller."""
         own = -(-vocab_size // self.count)
         return range(min(self.index * own, vocab_size), min((self.index + 1) * own, vocab_size))
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return this shard's KV heads. With more shards than KV heads, several shards share a head."""
+        """Return this shard's range of KV heads. With more shards than KV heads, shards share a head."""
         if self.count <= num_kv_heads:
             return self.share(num_kv_heads)
         assert self.count % num_kv_heads == 0, f"{num_kv_heads} KV heads do not divide {self.count} shards"
@@ -106,7 +106,7 @@ class ModelPart:
 
     @property
     def apart(self) -> ModelPart:
-        """The same part without process groups, for planning instead of computing."""
+        """This part without process groups, for planning only."""
         return replace(self, shard=self.shard.apart)
 
     @property

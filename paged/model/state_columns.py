@@ -9,7 +9,7 @@ from .part import Shard
 
 
 def own_columns(whole: StateSpec, shard: Shard) -> list[range]:
-    """Return a shard's columns of a convolution, in its order."""
+    """Return the ranges of a convolution's columns that a shard computes, in the shard's order."""
     if whole.kind == "conv":
         return [shard.share(whole.columns)]
     if whole.kind == "mamba2":
@@ -19,17 +19,26 @@ def own_columns(whole: StateSpec, shard: Shard) -> list[range]:
 
 
 def own_keys(whole: StateSpec, shard: Shard, first: int) -> Iterable[range]:
-    """Yield the columns of a shard's heads or groups in each of two parts, which begin at `first`."""
+    """Yield the ranges of a shard's key heads, or groups, in each of two consecutive parts of the columns.
+
+    first: the column at which the first part begins.
+    """
     own = shard.kv_heads(whole.num_key_heads)
     for part in range(2):
         yield of_heads(own, whole.key_dim, first + part * whole.num_key_heads * whole.key_dim)
 
 
 def own_values(whole: StateSpec, shard: Shard, first: int) -> range:
-    """Return the columns of the values of a shard's heads; the columns of all values begin at `first`."""
+    """Return the range of columns with the values of a shard's heads.
+
+    first: the column at which the values of all heads begin.
+    """
     return of_heads(shard.share(whole.num_heads), whole.value_dim, first)
 
 
 def of_heads(heads: range, size: int, first: int) -> range:
-    """Return the rows of heads of a size, of which the first one begins at `first`."""
+    """Return the range of columns of consecutive heads.
+
+    size: the number of columns of a head. first: the column at which head 0 begins.
+    """
     return range(first + heads.start * size, first + heads.stop * size)

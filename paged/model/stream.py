@@ -24,5 +24,5 @@ class Stream(NamedTuple):
 
 
 def tensors_of(stream: Stream | None) -> tuple[Tensor, ...]:
-    """Return the tensors that a stream has, without absent ones."""
+    """Return the tensors of a stream, without those that are None."""
     return () if stream is None else tuple(tensor for tensor in stream if tensor is not None)

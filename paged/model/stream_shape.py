@@ -21,7 +21,7 @@ class StreamShape(NamedTuple):
 
     @classmethod
     def before(cls, layer: int, config: ModelConfig) -> Self:
-        """Return the shape of the stream between this layer and the one before."""
+        """Return the shape of the stream that enters this layer."""
         spec = config.layers[layer - 1]
         has_hidden = spec.parallel or spec.norms.after_mlp is None
         inputs = config.layer_inputs
@@ -30,20 +30,20 @@ class StreamShape(NamedTuple):
         return cls(size, size * has_hidden, num_inputs)
 
     def stream(self, tensors: Iterable[Tensor]) -> Stream:
-        """Make a stream of these tensors, with the per-layer vectors of later layers only."""
+        """Make a stream of these tensors. Its per-layer vectors are those of later layers only."""
         own = iter(tensors)
         residual, hidden, inputs = (next(own) if columns else None for columns in self)
         assert residual is not None, "there is always a residual"
         return Stream(residual, hidden, None if inputs is None else inputs[:, -self.inputs :])
 
     def pack(self, stream: Stream) -> Tensor:
-        """Copy a stream into one tensor, f[num_tokens * columns]."""
+        """Copy the tensors of a stream into one tensor, f[num_tokens * columns]."""
         import torch  # only here, as the simulator asks for shapes alone
 
         return torch.cat([tensor.reshape(-1) for tensor in tensors_of(stream)])
 
     def unpack(self, packed: Tensor) -> Stream:
-        """Return the stream in a packed tensor. Its tensors share the memory of `packed`."""
+        """Return the stream that `pack` has packed. Its tensors share the memory of `packed`."""
         num_tokens = len(packed) // sum(self)
         parts = packed.split_with_sizes([num_tokens * columns for columns in self])
         return self.stream(part.view(num_tokens, -1) for part in parts if len(part))

@@ -61,9 +61,9 @@ strict(LoRARequest, "LoRARequest")
 
 
 def lora_modules_of(modules: Sequence[str]) -> list[LoRARequest]:
-    """Return the adapters of options such as "sql=path/to/adapter", numbered from 1 on.
+    """Parse the values of --lora-modules, such as "sql=path/to/adapter". Adapters are numbered from 1 on.
 
-    As in vLLM, one may also be a JSON object with "name" and "path".
+    As in vLLM, a value may also be a JSON object with "name" and "path".
 
     Raises ConfigError naming the text that is wrong.
     """

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self
@@ -24,7 +22,6 @@ MAX_STOP_CHARACTERS = 2**18
 MAX_BAD_WORDS = 10_000
 MAX_TAG = 1024  # characters of a tag of no_stop_within
 MAX_TOKEN_IDS = 2**20  # in one list: a range() may not fit in memory
-BIAS = Number(-100.0, 100.0)  # of a token's logit
 _SHARE = Number(0.0, 1.0, above=True)
 _CANDIDATES = Integer(-1, MAX_LOGPROBS)
 # (output tokens so far, logits f32[vocab_size]) or (prompt tokens, output tokens, logits) -> new logits
@@ -327,6 +324,8 @@ class SamplingParams(metaclass=ExplainsMissing):
                     f"logit_bias must be a dict of token ids and numbers, got {shown(self.logit_bias)}",
                     param="logit_bias",
                 )
+            from .logits import biases_of
+
             with about("logit_bias"):
                 object.__setattr__(self, "logit_bias", biases_of(self.logit_bias.items()))
         processors = self.logits_processors
@@ -335,6 +334,8 @@ class SamplingParams(metaclass=ExplainsMissing):
                 f"logits_processors must be a list of functions, got {shown(processors)}",
                 param="logits_processors",
             )
+        if processors:
+            from .logits import num_arguments
         for i, processor in enumerate(processors):
             if not num_arguments(processor):
                 raise RequestError(
@@ -343,19 +344,6 @@ class SamplingParams(metaclass=ExplainsMissing):
                     param="logits_processors",
                 )
         object.__setattr__(self, "logits_processors", tuple(processors))
-
-
-def num_arguments(processor: LogitsProcessor) -> int:
-    """Return the number of arguments of a logits processor: 2 or 3, or 0 if it accepts neither."""
-    try:
-        signature = inspect.signature(processor)
-    except (TypeError, ValueError):  # compiled code may have no signature
-        return 2
-    for number in (2, 3):
-        with suppress(TypeError):
-            signature.bind(*[None] * number)
-            return number
-    return 0
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -386,28 +374,6 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise RequestError(f"{name} has {len(value)} token ids; {MAX_TOKEN_IDS} is the most", param=name)
     # Without duplicates, of which a client may send a million.
     return tuple(dict.fromkeys(check_int(RequestError, name, plain(token_id), 0) for token_id in value))
-
-
-def biases_of(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
-    """Validate (token id, bias) pairs; ids may be text. Raises RequestError naming a wrong value."""
-    biases = dict[int, float]()
-    for key, bias in pairs:
-        number = int(key) if _is_number(key) else plain(key)
-        token_id = check_int(RequestError, "a token id in logit_bias", number, 0)
-        if token_id in biases:
-            raise RequestError(
-                f"logit_bias has token {token_id} twice, with {biases[token_id]} and {bias}",
-                param="logit_bias",
-            )
-        number = plain(bias)
-        BIAS.check(f"logit_bias[{token_id}]", number)
-        biases[token_id] = float(number)
-    return biases
-
-
-def _is_number(key: Any) -> bool:
-    """Return whether a key is the text of an int that fits, as keys in JSON are."""
-    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,10 @@ class Job(NamedTuple):
     given_id: dict[str, Any]  # {"id": ...} if the line has one
 
     def result(self, index: int, outcome: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of the prompt number `index` in its file, as JSON."""
+        """Return a line of the results file: the prompt, its id if it has one, and its outcome.
+
+        index: the number of the prompt in its file, from 0 on.
+        """
         return {"index": index, **self.given_id, **self.prompt, **outcome}
 
 

@@ -190,7 +190,7 @@ class DriverRunner(ModelRunner):
         return join_blocks(self.model_config, self.sizes.block_size, groups, parts())
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write into a block, on all ranks, the contents that `read_blocks` returned for one block."""
+        """Overwrite a block on all ranks with the contents of another one, as `read_blocks` returns them."""
         self.compute_until()
         whole = {name: tensor[:, None] for name, tensor in contents.items()}
         self._transport.send_message(self._writer.write_block(block))

@@ -80,12 +80,12 @@ class Membership:
         self._transport.connect(_STORES.PrefixStore("group", self._store))
 
     def least_seats(self, num_seats: int) -> int:
-        """Return the number of sequences for which the smallest rank has room."""
+        """Exchange the number of sequences that fit on each rank. Return the smallest of all ranks."""
         found: list[int] = self.meeting.gather("seats", num_seats)
         return min(found)
 
     def least_snapshots(self, num_snapshots: int) -> int:
-        """Return for how many snapshots of states the smallest rank has room."""
+        """Exchange the number of snapshots that fit on each rank. Return the smallest of all ranks."""
         found: list[int] = self.meeting.gather("snapshots", num_snapshots)
         return min(found)
 

@@ -91,11 +91,11 @@ class MessageWriter:
         return self._written(MessageKind.READ_BLOCKS, array("i", blocks).tobytes())
 
     def write_block(self, block: BlockId) -> bytes:
-        """Encode an order to receive contents and write them into a block."""
+        """Encode the command to receive the contents of a block and write them into `block`."""
         return self._written(MessageKind.WRITE_BLOCK, array("i", [block]).tobytes())
 
     def read_states(self, slots: Sequence[int]) -> bytes:
-        """Make each rank send its part of the states in these slots of snapshots."""
+        """Encode the command to send this rank's part of the states in these slots of snapshots."""
         return self._written(MessageKind.READ_STATES, array("i", slots).tobytes())
 
     def write_state(self, slot: int) -> bytes:

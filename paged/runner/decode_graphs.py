@@ -54,9 +54,9 @@ class _Key(NamedTuple):
 
 
 class DecodeGraph(NamedTuple):
-    """A captured step. Its tensors have a row for each token and hold the results of the last replay.
+    """A captured step, with a row for each token. Its tensors hold the results of the last replay.
 
-    logits: None if the graph itself draws and records the tokens.
+    logits: None if the graph also draws and records the tokens.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -115,7 +115,7 @@ class DecodeGraphs:
 
     @property
     def reserve(self) -> int:
-        """The bytes reserved for graphs that are captured after the start."""
+        """The bytes that are reserved for graphs captured after the start."""
         num_tokens, vocab_size = self._logits_shape
         return RESERVE + 4 * num_tokens * vocab_size
 
@@ -135,7 +135,7 @@ class DecodeGraphs:
         self._batches.padded_sizes = ()
 
     def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:
-        """Capture the graphs that the start captures, over this cache.
+        """Capture the graphs of the start over a cache.
 
         captured: called after each graph.
 
@@ -157,7 +157,7 @@ class DecodeGraphs:
         return self.cost
 
     def capture_for_good(self, kv_cache: KVCache) -> None:
-        """Capture the graphs that the start captures, over the engine's own cache.
+        """Capture the graphs of the start over the engine's own cache, and keep them.
 
         Raises ResourceError if memory does not suffice.
         """
@@ -178,7 +178,7 @@ class DecodeGraphs:
         )
 
     def profile(self, kv_cache: KVCache) -> int:
-        """Capture the graphs that the start captures, over a temporary cache, and drop them.
+        """Capture the graphs of the start over a temporary cache, and drop them.
 
         Returns the bytes that graphs will take, including graphs that are captured later.
         """
@@ -310,7 +310,7 @@ class DecodeGraphs:
 
 
 def way_of(draw: Draw) -> Way:
-    """Return how a draw chooses tokens, as the key of a graph."""
+    """Return how a draw chooses tokens, such as "greedy" or "filtered": a part of a graph's key."""
     batch = draw.batch
     if batch.with_grammar or batch.asked:
         return "logits"

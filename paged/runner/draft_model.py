@@ -53,7 +53,7 @@ class DraftCheckpoint(NamedTuple):
 
 @contextmanager
 def naming_draft_model() -> Iterator[None]:
-    """Name the option of the draft model in errors that are raised inside this context."""
+    """Add the option that names the draft model to errors raised inside this context."""
     try:
         yield
     except (ConfigError, CheckpointError, UnsupportedModelError) as error:
@@ -180,7 +180,7 @@ class DraftModel:
         self.graphs = new_graphs(self.sizes, self.model)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
-        """Return a guess for each request. It is empty if the request is too long or its KV is incomplete."""
+        """Return a guess for each request; empty if the request is too long or its KV is incomplete."""
         if self.manager is None:
             raise UsageError("the draft model has no blocks yet")
         if len(self._known) > len(requests):
@@ -206,9 +206,9 @@ class DraftModel:
         return drafts
 
     def rehearse(self, schedule: Schedule, kv_cache: KVCache | None) -> None:
-        """Compute the tokens of a step in this cache, and draw a guess for each of its requests, for a trial.
+        """Compute the tokens of a step in this cache, and draw a guess for each of its requests.
 
-        The trial lets the caller measure memory, and compiles kernels.
+        The caller measures memory meanwhile, and kernels are compiled.
         """
         rows = [
             _Row(i, request, _drawn_like(request), start, num_new, 1)

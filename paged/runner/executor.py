@@ -33,7 +33,7 @@ class Executor(Protocol):
     device: torch.device
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a step. Requests are read only here."""
+        """Make the plan of a step. Only this method reads requests."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Launch a step without waiting for it. Steps are launched in the order of their plans."""
@@ -48,17 +48,17 @@ class Executor(Protocol):
         """Raise RankError if a process of the model has ended, also between steps."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Prepare for the next step after a step has raised. Return an error if no step can run any more."""
+        """Restore a usable state after a step has raised. Return an error if no step can run any more."""
 
     def watch(self, on_loss: Callable[[], object]) -> None:
-        """Call a function, from another thread, as soon as `check` may raise."""
+        """Register a function that another thread calls as soon as `check` may raise."""
 
     def close(self) -> None:
         """End the other processes of the model."""
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that steps have waited for other processes of the model so far."""
+        """The total seconds that steps have waited for other processes of the model."""
 
     @property
     def graph_costs(self) -> tuple[int, int, float]:
@@ -72,20 +72,22 @@ class Executor(Protocol):
         """The bytes of the weights in their files, by the name of their format."""
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of blocks on the host: tensors [num_planes, num_blocks, size], by their names in
-        `KVCache`.
+        """Copy blocks to the host: tensors [num_planes, num_blocks, size] by their names in `KVCache`.
 
         groups: the layer group of each block.
         """
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:
-        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
+        """Overwrite a block with the contents of another one, in the form that `read_blocks` returns.
+
+        Tensors of the cache that are missing in `contents` are not changed.
+        """
 
     def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of snapshots on the host: [num_layers, num_slots, size] by the names of `StateCache`.
+        """Copy snapshots to the host: [num_layers, num_slots, size] by the names of `StateCache`.
 
-        slots: counted from the first one behind the seats.
+        slots: the numbers of the snapshots. Number 0 is the first slot behind the seats.
         """
 
     def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
-        """Write into the slot of a snapshot what `read_states` has returned of one."""
+        """Overwrite the slot of a snapshot with the state of one snapshot from `read_states`."""

@@ -33,12 +33,12 @@ def num_blocks_that_fit(
     run_step: RunStep,
     with_snapshots: Callable[[int], Sizes] | None = None,
 ) -> int:
-    """Return how many KV blocks fit in free memory, at most as many as requests can ever fill.
+    """Return how many KV blocks fit in free memory, but no more than requests can ever fill.
 
-    run_step: runs one step, whose memory is measured on a GPU. It returns the bytes that will be needed in
-        addition.
-    with_snapshots: returns the sizes with snapshots of states, given the bytes that are left for these and
-        for blocks.
+    run_step: runs one step, whose memory is measured on a GPU. It returns the bytes that CUDA graphs will
+        take in addition.
+    with_snapshots: returns the sizes with snapshots of states. Its argument is the number of bytes for
+        snapshots and blocks together.
 
     Raises ResourceError if no token fits.
     """
@@ -76,8 +76,9 @@ def kv_bytes_on_cpu(config: EngineConfig) -> int:
 
 
 def kv_bytes_on_gpu(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
-    """Return the bytes that gpu_memory_utilization leaves after other processes, the weights and a step's
-    activations.
+    """Return the bytes that are left for KV under gpu_memory_utilization.
+
+    Other processes, the weights and the activations of a step are deducted.
 
     peak_bytes: the peak of torch's allocated bytes while a step of the largest size ran.
     """
@@ -126,7 +127,7 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
 
 
 def largest_step(sizes: Sizes) -> list[int]:
-    """Divide the token budget among as many sequences as allowed, which makes the logits largest too."""
+    """Make the largest step: the sequences allowed share its tokens, so that the logits are largest too."""
     budget = sizes.max_num_batched_tokens
     num_seqs = min(sizes.config.num_seats, budget)
     share, rest = divmod(min(budget, num_seqs * sizes.max_model_len), num_seqs)
@@ -134,9 +135,9 @@ def largest_step(sizes: Sizes) -> list[int]:
 
 
 def max_partial_bytes(sizes: Sizes, kernels: Kernels, max_rows: int | None = None) -> int:
-    """Return the most bytes that partial results of split decodes take; the measured step has few.
+    """Return the maximum bytes of partial results of split decodes. The measured step has few of them.
 
-    max_rows: the most sequences; None: as many as may run.
+    max_rows: maximum number of sequences; None takes as many as may run.
     """
     if max_rows is None:
         max_rows = 2 * sizes.config.num_seats  # the last layers may attend twice for a sequence

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class ImageRows(NamedTuple):
-    """Tokens of a step that get embeddings of an image.
+    """The tokens of a step that take the embeddings of one image.
 
-    rows: among the step's tokens.
-    first: the embedding of the first of them; the others follow.
+    rows: the numbers of these tokens in the step.
+    first: the index of the first embedding. The other tokens take the embeddings that follow it.
     """
 
     image: PromptImage
@@ -28,10 +28,10 @@ class ImageRows(NamedTuple):
 def image_rows(
     requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], token_id: int
 ) -> list[ImageRows]:
-    """Return the tokens of a step that get embeddings of images.
+    """Return the tokens of a step that take the embeddings of images.
 
-    starts, counts: how many tokens of each request are computed before the step, and in it.
-    token_id: stands for an embedding.
+    starts, counts: for each request, the number of tokens computed before the step, and in the step.
+    token_id: the placeholder token. Each placeholder takes one embedding.
     """
     found = []
     first_row = 0
@@ -50,14 +50,17 @@ def image_rows(
 
 
 def grid_of(image: PromptImage, square: int) -> tuple[int, int]:
-    """Return the rows and columns of an image's embeddings. square: the pixels on a side of one."""
+    """Return the numbers of rows and columns of an image's embeddings.
+
+    square: the side in pixels of the square that one embedding covers.
+    """
     return image.height // square, image.width // square
 
 
 def rope_offset(images: Sequence[PromptImage], position: int, square: int) -> int:
-    """Return how much the rotation of the token at a position behind some images differs from its position.
+    """Return the difference between the rotary position and the position of a token behind some images.
 
-    An image takes as many positions as its longer side has embeddings.
+    An image takes as many rotary positions as its longer side has embeddings.
     """
     return sum(
         max(grid_of(image, square)) - (image.end - image.start) for image in images if image.end <= position
@@ -65,7 +68,7 @@ def rope_offset(images: Sequence[PromptImage], position: int, square: int) -> in
 
 
 def rope_offsets(requests: Sequence[Request], starts: Sequence[int], square: int) -> list[int] | None:
-    """Return the offset of each row of a step all of whose tokens are behind images; None if all are 0."""
+    """Return `rope_offset` for each row of a step that has no image tokens; None if all are 0."""
     offsets = [
         rope_offset(request.inputs.images, start, square) if request.inputs.images else 0
         for request, start in zip(requests, starts, strict=True)
@@ -76,9 +79,9 @@ def rope_offsets(requests: Sequence[Request], starts: Sequence[int], square: int
 def grid_positions(
     requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], square: int
 ) -> array[int] | None:
-    """Return the time, row and column of each token of a step, all times first; None if all are alike.
+    """Return the time, row and column position of each token of a step; None if the three are equal for all.
 
-    Those of a text's token are one number, which goes on from the largest before it.
+    A text token has one number for all three. The numbers continue after the largest number before them.
     """
     rows = zip(requests, starts, strict=True)
     if not any(request.inputs.images and start < request.inputs.images[-1].end for request, start in rows):
@@ -110,7 +113,7 @@ def grid_positions(
 
 
 def last_keys(requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> array[int]:
-    """Return the last position that each token of a step sees, where some see later ones."""
+    """Return the last position that each token of a step attends to; None if no token sees later ones."""
     keys = array("i")
     for request, start, count in zip(requests, starts, counts, strict=True):
         own = array("i", range(start, start + count))
@@ -125,7 +128,7 @@ def last_keys(requests: Sequence[Request], starts: Sequence[int], counts: Sequen
 
 
 class ImagesOfStep(NamedTuple):
-    """What a step has to know of images: see `ComputedPart`."""
+    """The fields of `ComputedPart` that concern images."""
 
     images: Sequence[ImageRows] = ()
     last_keys: array[int] | None = None
@@ -134,14 +137,14 @@ class ImagesOfStep(NamedTuple):
 
 
 class SeenImages:
-    """The requests with images that steps must know of."""
+    """The unfinished requests with images, from which the fields of each step are derived."""
 
     def __init__(self, vision: VisionSpec) -> None:
         self._vision = vision
         self._seeing = dict[int, Request]()  # by seat
 
     def of(self, schedule: Schedule, starts: Sequence[int], counts: Sequence[int]) -> ImagesOfStep:
-        """Return the tokens of images that a step computes, and what tokens behind images are rotated by."""
+        """Return the image tokens of a step, and the rotary positions of tokens behind images."""
         vision = self._vision
         if schedule.newcomers or schedule.vacated:
             for seat in schedule.vacated:

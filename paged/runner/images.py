@@ -33,9 +33,9 @@ class _Step(NamedTuple):
 
 
 class Images:
-    """Computes the embeddings of images, and keeps those used last, by the sha256 of their images.
+    """Computes the embeddings of images, and caches the most recently used ones by the sha256 of the image.
 
-    most_bytes: of the embeddings that are kept for later steps. A GPU keeps at most MOST_BYTES_ON_GPU.
+    most_bytes: the size of the cache. A GPU caches at most MOST_BYTES_ON_GPU.
     """
 
     def __init__(self, tower: Vit, device: torch.device, dtype: torch.dtype, most_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Images:
         self.num_computed = 0  # images that the tower has seen
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
-        """Add what the device needs to the upload, but for pixels."""
+        """Add the numbers that the embeddings of a step need to the upload. Pixels are sent separately."""
         rows = [row for each in plan.images for row in each.rows]
         keys = None if plan.last_keys is None else upload.put(plan.last_keys, torch.int32)
         grid = None
@@ -57,7 +57,7 @@ class Images:
         return _Step(plan.images, upload.put(rows, torch.int64), keys, grid)
 
     def add_to(self, batch: Batch, step: _Step) -> None:
-        """Give the batch of a step, whose upload is sent, the embeddings of its images."""
+        """Add the embeddings of images to the batch of a step whose upload was sent."""
         if step.grid_positions is not None:
             batch.grid_positions = step.grid_positions.tensor
         if not step.images:
@@ -84,10 +84,7 @@ class Images:
         return found
 
     def rehearse(self) -> None:
-        """Run the tower on as many patches as it gets at once, beside as many bytes as are kept.
-
-        On a GPU, memory for this is measured.
-        """
+        """Run the tower on the largest number of patches, with a full cache, to measure memory on a GPU."""
         kept = torch.empty(self._most_bytes, dtype=torch.uint8, device=self._device)
         side = self._tower.spec.grid or math.isqrt(MOST_PATCHES)
         grid = Grid(side - side % self._tower.side, side - side % self._tower.side)

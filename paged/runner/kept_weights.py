@@ -76,7 +76,7 @@ class KeptWeights(KeepsWeights):
         return None if cache is None else cls(cache, _facts(sizes, directory, loader), files, sizes)
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the cached weights, or else the checkpoint's, recording them for the cache.
+        """Load the weights from the cache, or else from the checkpoint, recording them for the cache.
 
         Returns False if an intact file turned out to belong to another model; the model is then only partly
         loaded.
@@ -110,7 +110,7 @@ class KeptWeights(KeepsWeights):
         return kept_loader(loader, header, tensors)
 
     def seconds_saved(self) -> float | None:
-        """Return how long packing the cached weights took; None if, as far as known, they are not cached."""
+        """Return the seconds that packing the cached weights took; None if no cached weights are known."""
         digest = content.known_digest(self.cache, self.files.values())
         if digest is None:
             return None
@@ -153,7 +153,8 @@ class KeptWeights(KeepsWeights):
     def start_keeping(self) -> None:
         """Write the packed weights into the cache, by a thread of the lowest priority.
 
-        A process that ends earlier waits for the thread, at most as long as packing took (5 s at least).
+        If the process ends earlier, it waits for the thread: at most as long as packing took, but at least 5
+        s.
         """
         if self._recorder is None or self._thread is not None:
             return

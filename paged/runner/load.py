@@ -20,13 +20,13 @@ from ..architectures.hf_config import read_hf, read_quantization
 from ..architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
-from ..device.devices import check_attention, is_here, is_shortage, resolve_backend, weights_in_panels
+from ..device.devices import check_attention, is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
 from ..kernels.steps import Needs
 from ..model.decoder import Decoder
-from ..model.weights.choice import Forms, choose_forms
+from ..model.weights.choice import choose_forms
 from ..model.weights.loading import (
     KVScales,
     Loader,
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
     from ..kernels.operations import Kernels
     from ..model.model import Model
-    from ..model.weights.kv_scales import FoundScales
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def _load(
 
 
 def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
-    """Return whether the cache of packed weights is used for this model."""
+    """Return whether the packed weights of this model are cached for later starts."""
     num_bytes = sum(each.num_bytes for each in loader.sources.values())
     return (
         sizes.config.weights_cache is not False and loader.forms.in_panels and num_bytes >= LEAST_KEPT_BYTES
@@ -108,7 +107,7 @@ def are_worth_keeping(sizes: Sizes, loader: Loader) -> bool:
 
 
 def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
-    """Return what a model of these sizes, with weights read by this loader, needs of the kernels."""
+    """Return what the kernels must support, and compile, for a model of these sizes and this loader."""
     return Needs(
         operations=frozenset((*operations_of(config), *(("add_lora",) if sizes.config.enable_lora else ()))),
         dtype=getattr(torch, sizes.dtype),
@@ -262,7 +261,7 @@ def open_model(
     """Open the checkpoint in this directory. Yield the model on the meta device, and a loader for its
     weights.
 
-    Only headers, and numbers that describe how weights are stored, are read from the files by then.
+    Only headers, and numbers that describe how weights are stored, have been read when it yields.
 
     Raises the errors of `load_model`.
     """
@@ -283,17 +282,14 @@ def open_model(
     with open_tensors(directory, names) as sources:
         recognizers = _recognizers_of(quantization, names, sources)
         if config.quantization is not None:
-            _require_no_blocks(sources, config.quantization)
+            from .quantised import require_no_blocks
+
+            require_no_blocks(sources, config.quantization)
         kv_scales: Mapping[int, KVScales] = {}
         if quantization is not None:
-            from ..model.weights.kv_scales import FoundScales, read_kv_scales
+            from .quantised import take_scales
 
-            found = FoundScales({}, frozenset())
-            takes_scales = sizes.kv_dtype == "float8_e4m3fn" and quantization.kv_scales_are_fp8
-            if takes_scales and is_here(device) and all(each.has_data for each in sources.values()):
-                found = read_kv_scales(sources, model_config, device)
-            sources = _without_unused(sources, quantization, found)
-            kv_scales = found.by_layer
+            sources, kv_scales = take_scales(sizes, model_config, device, quantization, sources)
         # Before anything is allocated: a config.json that contradicts the checkpoint may ask for any amount.
         check_sizes(model_config, sources, directory)
         if model_config.tie_word_embeddings and has_own_head(sources):
@@ -315,21 +311,16 @@ def open_model(
 
             leave_gates_apart(model)
         if config.quantization == "int4":
-            from ..model.layers.linear import require_whole_groups
+            from .quantised import require_whole_groups
 
             require_whole_groups(whole)
         check_weights(whole.loadables(), sources, names, directory, recognizers)
         loader = Loader(sources, forms, device, recognizers, kv_scales)
         if model_config.vision is not None and config.quantization is not None:
-            loader = replace(loader, float_forms=_float_forms(sizes, kernels, device))
+            from .quantised import float_forms
+
+            loader = replace(loader, float_forms=float_forms(sizes, kernels, device))
         yield model, loader
-
-
-def _float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
-    """Choose the forms of weights that stay floats in a quantised model."""
-    dtype: torch.dtype = getattr(torch, sizes.dtype)
-    in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
-    return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)
 
 
 def _recognizers_of(
@@ -341,36 +332,6 @@ def _recognizers_of(
     from ..checkpoints.formats.recognizers import recognizers_of
 
     return recognizers_of(quantization, names)
-
-
-def _require_no_blocks(sources: Sources, quantization: str) -> None:
-    """Raise ConfigError for a GGUF file that is quantised."""
-    from ..checkpoints.gguf.gguf_file import GgufTensor
-
-    found = [each for each in sources.values() if isinstance(each, GgufTensor) and each.type.in_blocks]
-    if found:
-        types = ", ".join(sorted({tensor.type.name for tensor in found}))
-        raise ConfigError(
-            f"quantization {quantization!r} is for weights in floats, but {found[0].path} has {types} "
-            "already; leave it out"
-        )
-
-
-def _without_unused(sources: Sources, quantization: Quantization, kv_scales: FoundScales) -> Sources:
-    """Leave out the scales of activations, of K and of V. Log which are used.
-
-    kv_scales: the scales that were read.
-    """
-    from ..architectures.schemes import UNUSED
-
-    used = {name: tensor for name, tensor in sources.items() if name.rpartition(".")[2] not in UNUSED}
-    if quantization.quantizes_activations:
-        logger.info("activations are not quantised: products are computed with the weights alone")
-    if kv_scales.by_layer:
-        logger.info("K and V have the checkpoint's scales in %d layers", len(kv_scales.by_layer))
-    if num_unused := len(sources) - len(used) - len(kv_scales.names):
-        logger.info("%d scales of activations, K and V in the checkpoint are not used", num_unused)
-    return used
 
 
 class _ParametersOf(TorchFunctionMode):

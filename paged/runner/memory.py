@@ -23,9 +23,9 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device, held: int = 0) -> Memory:
-        """Return the memory of a device of this machine.
+        """Measure the memory of a device of this machine.
 
-        held: the bytes that this engine already uses on a CPU.
+        held: the bytes on a CPU that this engine already uses. They count as free.
         """
         if device.type == "cpu":
             free = int(free_on_cpu()) + held

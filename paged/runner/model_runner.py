@@ -90,7 +90,7 @@ class ModelRunner(PartRunner):
 
     @cached_property
     def images(self) -> Images:
-        """Computes the embeddings of images, and keeps them."""
+        """Computes and caches the embeddings of images."""
         from .images import Images
 
         tower = self.model.tower
@@ -164,7 +164,7 @@ class ModelRunner(PartRunner):
         return self.run(plan, self.rows_of(plan))
 
     def rows_of(self, plan: StepPlan) -> Sequence[SamplingSeat | DraftRow]:
-        """Pass a step's new tokens to the sampler. Return the sampler's state for each sampled row."""
+        """Pass the new tokens of a step to the sampler. Return the sampler's state of each sampled row."""
         computed = plan.computed
         seats = self.sampling_seats
         for tokens_of_seat in plan.sampled.new_tokens:
@@ -174,7 +174,7 @@ class ModelRunner(PartRunner):
         return seats.at(computed.sampled_seats)
 
     def run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
-        """Compute a step and sample from these rows, without waiting."""
+        """Launch the computation of a step and the draws of its rows, without waiting."""
         # Without inference_mode: no parameter requires a gradient, so it would only cost its 40 µs.
         # Triton launches on torch's current GPU, which may be another one.
         # The scheduler's blocks and slots are right, as its invariants say.
@@ -247,7 +247,7 @@ class ModelRunner(PartRunner):
         """Do nothing: there are no other processes."""
 
     def recover(self, error: BaseException) -> EngineDeadError | None:
-        """Return an error if no step can run any more after one has raised, because the GPU has failed."""
+        """Return an error if the GPU has failed, so that no step can run any more; None otherwise."""
         # Ctrl-C must not wait for a GPU that may never answer.
         if not isinstance(error, Exception) or (failure := failure_of(self.device)) is None:
             return None
@@ -314,7 +314,7 @@ class ModelRunner(PartRunner):
         )
 
     def new_sampler(self) -> Sampler:
-        """Return a new sampler that knows no requests."""
+        """Make a sampler."""
         config = self.model_config
         of_seats = None
         # Each step of several processes has a sampler of its own, which does not know what others have sent.

@@ -29,7 +29,6 @@ from .sizes import Sizes
 if TYPE_CHECKING:
     from ..checkpoints.lora_adapter import LoraAdapter
     from ..model.lora import LoraSlots
-    from ..model.model import Model
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .fit import RunStep
@@ -47,13 +46,13 @@ class Peers(Protocol):
         """
 
     def least(self, num_blocks: int, num_host_blocks: int) -> tuple[int, int]:
-        """Tell the others how many blocks this process has. Return the smallest numbers of all processes."""
+        """Exchange the numbers of blocks of each process. Return the smallest numbers of all processes."""
 
     def least_seats(self, num_seats: int) -> int:
-        """Tell the others for how many sequences this process has room. Return the smallest number."""
+        """Exchange the number of sequences that fit in each process. Return the smallest of all processes."""
 
     def least_snapshots(self, num_snapshots: int) -> int:
-        """Return for how many snapshots of states all have room, of how many this one has room for."""
+        """Exchange the number of snapshots that fit in each process. Return the smallest of all processes."""
 
 
 class PartRunner:
@@ -113,6 +112,8 @@ class PartRunner:
         self.lora: LoraSlots | None = None
         self.adapters: dict[int, LoraAdapter] = {}  # in host memory, by number
         if config.enable_lora:
+            from .lora_slots import new_lora_slots
+
             self.lora = new_lora_slots(config, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
@@ -124,7 +125,7 @@ class PartRunner:
 
     @property
     def weight_bytes_here(self) -> int:
-        """The bytes of the weights in this process's memory."""
+        """The size of the weights in this process's memory, in bytes."""
         return self.model.stored_weights.num_bytes.total() if self.model.stored_weights else 0
 
     def keep_weights(self) -> None:
@@ -133,7 +134,10 @@ class PartRunner:
             each.start_keeping()
 
     def wait_for_kept_weights(self) -> Iterator[Path | None]:
-        """Wait until all packed weights are cached. Yield the file of each; None if it cannot be cached."""
+        """Wait until all packed weights are cached.
+
+        Yields the file of each model's weights; None if they cannot be cached.
+        """
         return (each.wait() for each in self._kept_weights())
 
     def _kept_weights(self) -> list[KeepsWeights]:
@@ -185,7 +189,7 @@ class PartRunner:
             raise ResourceError(f"{error}; {shortage(footprint)}") from error
 
     def send_moves(self, plan: ComputedPart, upload: Upload) -> tuple[Sent | None, Sent | None, Sent | None]:
-        """Add the pairs of blocks that a step moves to the upload, for `_move_blocks`."""
+        """Add the pairs of blocks that a step moves to the upload. Return them for `_move_blocks`."""
         moves = (plan.swap_out, plan.swap_in, plan.copies)
         out, back, copies = (upload.put(pairs, torch.int64) if pairs else None for pairs in moves)
         return out, back, copies
@@ -202,13 +206,13 @@ class PartRunner:
             cache.copy_blocks(copies.tensor, kernels)
 
     def load_adapters(self, plan: ComputedPart) -> None:
-        """Copy adapters into the slots that a step reads."""
+        """Copy the adapters that a step needs into their slots."""
         for adapter, slot in plan.adapter_loads:
             assert self.lora is not None, "only an engine with slots has adapters"
             self.lora.set(slot, self.adapters[adapter])
 
     def send_state_moves(self, plan: ComputedPart, upload: Upload) -> StateChanges | None:
-        """Add a step's moves of recurrent states to the upload, for `_move_states`; None without any."""
+        """Add the moves of recurrent states to the upload. Return them, or None without any."""
         states = self.kv_cache.states
         # A stage may have no layer with a state.
         if states is None or not (plan.state_moves or plan.settled):
@@ -223,7 +227,7 @@ class PartRunner:
             changes.make(self.model, self.kv_cache)
 
     def read_blocks(self, blocks: Sequence[BlockId], groups: Sequence[int]) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return a copy of blocks on the host, by the names of the cache's tensors."""
+        """Copy blocks to the host. Return tensors by their names in the cache."""
         tensors = self.kv_cache.all_tensors.items()
         if not blocks:  # the device need not be asked
             return {
@@ -232,38 +236,26 @@ class PartRunner:
         return {name: tensor[:, blocks].cpu() for name, tensor in tensors}
 
     def write_block(self, block: BlockId, group: int, contents: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        """Write contents that `read_blocks` returned for one block into a block. Omitted tensors stay."""
+        """Overwrite a block with the contents of another one, in the form that `read_blocks` returns.
+
+        Tensors of the cache that are missing in `contents` are not changed.
+        """
         for name, content in contents.items():
             self.kv_cache.all_tensors[name][:, block] = content
 
     def read_states(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """Return a copy of snapshots; see `states.read_states`. {} if no layer here has states."""
+        """Copy snapshots to the host; see `states.read_states`. Return {} if no layer here has states."""
         from .states import read_states
 
         states = self.kv_cache.states
         return {} if states is None else read_states(states, self.sizes, slots)
 
     def write_state(self, slot: int, contents: Mapping[str, Tensor]) -> None:
-        """Write into the slot of a snapshot what `read_states` has returned of one."""
+        """Overwrite the slot of a snapshot with the state of one snapshot from `read_states`."""
         from .states import write_state
 
         if self.kv_cache.states is not None:
             write_state(self.kv_cache.states, self.sizes, slot, contents)
-
-
-def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
-    """Return the slots of adapters in a model. Raises ConfigError where it can have none."""
-    from ..model.decoder import Decoder
-    from ..model.lora import LoraSlots
-
-    assert isinstance(model, Decoder), "adapters are for decoders"
-    return LoraSlots(
-        model,
-        num_slots=config.max_loras,
-        max_rank=config.max_lora_rank,
-        targets=config.lora_target_modules,
-        device=device,
-    )
 
 
 def _require_room(sizes: Sizes, device: torch.device, directory: Path) -> None:

@@ -97,11 +97,11 @@ class ComputedPart:
 
     @property
     def absent_seats(self) -> list[int]:
-        """The seats that change although they are not in the step."""
+        """The seats that change although no row of this step has them."""
         return [change.seat for change in self.changes if change.row >= len(self.seats)]
 
     def repeats(self, seats: Sequence[int]) -> bool:
-        """Return whether this is another decode of exactly these seats. Only block tables may have grown."""
+        """Return whether this is another decode of exactly these seats. Block tables may have grown."""
         if not self.is_decode or self.seats != seats or self.unapplied:
             return False
         return not self.changes or all(change.last_token == IN_SEAT for change in self.changes)
@@ -120,8 +120,9 @@ class ComputedPart:
 
 
 class NewTokens(NamedTuple):
-    """The tokens of a seat from position `start` on, for a sampler that needs them to edit logits.
+    """New tokens of a seat, for a sampler that needs them to edit logits.
 
+    start: the position of the first of them.
     drafts: the drafts that the step computes after these tokens.
     """
 
@@ -133,10 +134,10 @@ class NewTokens(NamedTuple):
 
 @dataclass(slots=True)
 class SampledPart:
-    """The part of a plan for the process with the sampler: how rows are sampled and reported.
+    """The part of a plan for the process that samples.
 
-    new_tokens: the new tokens of sampled seats with requests that edit their logits.
-    reports: how each entry of the computed part's `asked` is reported.
+    new_tokens: the new tokens of sampled seats whose requests edit their logits.
+    reports: what to report for each entry of the computed part's `asked`.
     """
 
     new_tokens: list[NewTokens] = field(default_factory=list)
@@ -145,20 +146,20 @@ class SampledPart:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step in two parts: what every rank computes, and what the process with the sampler does."""
+    """A step as two values: the part that every rank computes, and the part for the process that samples."""
 
     computed: ComputedPart
     sampled: SampledPart
 
 
 class Planner:
-    """Makes a plan of each schedule, in the order in which the steps are launched.
+    """Makes the plan of each schedule, in the order in which the steps are launched.
 
-    with_prompt_lens, with_lens: whether rope depends on the length of a row's prompt, or on the length of its
-        whole request.
+    with_prompt_lens: whether rope depends on the length of each row's prompt.
+    with_lens: whether rope depends on the length of each row's whole request.
     with_last_tokens: whether plans contain the last tokens of decodes, for processes that do not draw tokens.
     with_pending: whether steps are planned before the tokens of the steps in flight are known.
-    vision: what the model sees images with; None: it sees none.
+    vision: the vision part of the model; None if it has none.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Planner:
         self._editing = dict[int, int]()
 
     def plan(self, schedule: Schedule) -> StepPlan:
-        """Make the plan of a schedule whose blocks are allocated. A plan's lists are not changed later."""
+        """Make the plan of a schedule whose blocks are allocated. Its lists are not changed later."""
         asked = schedule.asked_rows()
         computed = ComputedPart(
             swap_out=schedule.swap_out,

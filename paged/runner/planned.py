@@ -21,11 +21,11 @@ _SEQUENCES = 4  # of full length that it need not exceed
 
 
 def footprint_here(config: EngineConfig, *, free: int | None = None) -> Footprint:
-    """Return what an engine with these options takes of this machine.
+    """Return the memory that an engine with these options would take on this machine.
 
     For a hub id, only the config and the headers of the weights are fetched.
 
-    free: the bytes that it may have; None takes what is free.
+    free: the bytes that the engine may use; None takes the free memory.
 
     Raises ConfigError, CheckpointError or UnsupportedModelError, as an engine does.
     """
@@ -48,10 +48,10 @@ def footprint_here(config: EngineConfig, *, free: int | None = None) -> Footprin
 
 
 def bounded(footprint: Footprint, memory: int) -> Footprint:
-    """Return a footprint with bounds of KV for an engine among others, which have `memory` bytes together.
+    """Limit the KV cache in a footprint, for an engine that shares `memory` bytes with others.
 
-    Where the options say nothing, it has room for a few requests of the longest context, which is shortened
-    to what takes a share of the memory. The result may be larger than the memory.
+    Where the options set no size, the engine gets room for a few requests of the longest context. The context
+    is shortened so that they take a share of the memory. The result may still be larger than the memory.
     """
     config = footprint.sizes.config
     rest = memory - footprint.weight_bytes - footprint.activation_bytes - footprint.state_bytes

@@ -43,7 +43,7 @@ ROWS_OF_READ = {"cuda": 256, "cpu": 24}
 
 
 class HostRates(NamedTuple):
-    """A rough estimate of a device's speed: half of what the slowest device of its type promises."""
+    """The rates of a device, roughly: half of what the slowest device of its type promises."""
 
     flops_per_s: float
     bytes_per_s: float  # to or from the host
@@ -147,7 +147,7 @@ class Sizes:
 
     @property
     def uncut_tokens(self) -> int:
-        """The most tokens that see each other, so that one step computes them; 0: there are none."""
+        """The most image tokens that attend to each other and must be computed in one step; 0 if none do."""
         vision = self.model.vision
         if vision is None or not vision.sees_itself:
             return 0
@@ -215,7 +215,7 @@ class Sizes:
 
     @property
     def seat_bytes(self) -> int:
-        """The bytes of the states of a running sequence, and of the inputs of its runs of drafts."""
+        """The size of a running sequence's states and of the inputs of its runs of drafts, in bytes."""
         return (self.states_of_seat - 1) * self.state_bytes + self._bytes_of_states(self.num_run_places)
 
     def _bytes_of_states(self, num_run_places: int) -> int:
@@ -225,28 +225,31 @@ class Sizes:
 
     @property
     def num_run_places(self) -> int:
-        """The tokens whose inputs a seat stores: of a run of drafts, and of the run before. 0 without any."""
+        """The number of tokens whose inputs a seat stores: those of a run of drafts and of the run before it.
+
+        It is 0 without drafts or without states.
+        """
         speculation = self.config.speculation if self.model.states else None
         return 0 if speculation is None else 2 * (1 + speculation.num_speculative_tokens)
 
     @property
     def states_of_seat(self) -> int:
-        """How many states a running sequence has: its own and, for the prefix cache, its rolling state."""
+        """The number of states of a running sequence: its own and, with a prefix cache, a rolling state."""
         return 2 if self.enable_prefix_caching else 1
 
     @property
     def num_states(self) -> int:
-        """How many states there are on the device: those of sequences, and snapshots of cached prefixes."""
+        """The number of states on the device: those of running sequences, and the snapshots."""
         return self.config.num_seats * self.states_of_seat + self.num_snapshots
 
     @property
     def all_state_bytes(self) -> int:
-        """The bytes of all states on the device, and of the inputs of runs."""
+        """The size of all states on the device and of the inputs of runs, in bytes."""
         return self.num_snapshots * self.state_bytes + self.config.num_seats * self.seat_bytes
 
     @property
     def num_snapshots(self) -> int:
-        """The most snapshots of states; 0 also before it is known how many there is room for."""
+        """The maximum number of snapshots of states; 0 until it is decided."""
         return self.config.state_snapshots or 0
 
     @property
@@ -268,10 +271,9 @@ class Sizes:
         return self.config.num_seats * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
-        """Return how many blocks fit in `room` bytes together with the rope tables; at most
-        `max_useful_blocks`.
+        """Return how many blocks fit in `room` bytes beside the rope tables; at most `max_useful_blocks`.
 
-        Return 0 if not even one token fits: a token takes a block in each layer group.
+        Return 0 if not even one token fits, which takes a block in each layer group.
         """
         size = self.block_bytes
         if not size:  # a stage whose layers all keep states
@@ -290,7 +292,7 @@ class Sizes:
         """Return how many positions the rope tables cover: all that one sequence in num_blocks blocks can
         reach.
 
-        Return 0 if each step computes cos and sin itself, because they depend on the sequence length or the
+        Return 0 if there are no tables, so that each step computes cos and sin: with dynamic RoPE, or if the
         tables would be too large.
         """
         if self.model.rope.type == "dynamic":
@@ -301,7 +303,7 @@ class Sizes:
         return reached if self.rope_table_bytes(reached) <= MAX_ROPE_TABLE_BYTES else 0
 
     def rope_table_bytes(self, num_positions: int) -> int:
-        """Return the bytes of the rope tables. With longrope, they have further rows for long requests."""
+        """Return the size of the rope tables in bytes. With longrope, long requests have further rows."""
         long = self.model.for_context(self.max_model_len).long_context
         num_rows = num_positions + (long.offset if long and num_positions else 0)
         return num_rows * self._rope_bytes_per_position
@@ -332,10 +334,10 @@ class Sizes:
         return min(self.config.num_seats, int(self.swap_space * GIB) // 2 // self.state_bytes)
 
     def swap_pays(self, num_tokens: int) -> bool:
-        """Return whether swapping a sequence's KV out and in takes less time than recomputing it.
+        """Estimate whether swapping a sequence's KV out and in takes less time than recomputing it.
 
-        The estimate compares the time for the FLOPs of linear layers and attention with the time for
-        transferring the bytes twice, at the measured rate if there is one.
+        Recomputing takes the FLOPs of linear layers and attention. Swapping transfers the bytes twice, at the
+        measured rate if there is one.
         """
         if self.config.preemption_mode != "auto":
             return self.config.preemption_mode == "swap"
@@ -360,8 +362,8 @@ class Sizes:
     ) -> BlockManager:
         """Make a block manager for this model.
 
-        keeps_prefixes: whether it has a prefix cache, if the options say so. Where sequences have states, it
-            has one once it is known how many snapshots there are.
+        keeps_prefixes: False makes a manager without a prefix cache, whatever the options say. A model with
+            states has a prefix cache only once the number of snapshots is known.
         """
         snapshots = None
         caches = self.enable_prefix_caching and keeps_prefixes

@@ -13,7 +13,7 @@ GAP_S = 0.2
 
 
 def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -> None:
-    """Raise ConfigError for options that a model with states does not support, or that others do not."""
+    """Raise ConfigError for options that do not go with states, or that only go with states."""
     architecture = model.architecture
     if not model.states:
         name = "state_interval" if config.state_snapshots is None else "state_snapshots"
@@ -54,13 +54,14 @@ def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -
 
 
 def interval_of(given: int | None, block_size: int, step: int, tokens_per_s: float, size: float) -> int:
-    """Return after how many tokens a prompt leaves a snapshot each time, in whole blocks.
+    """Return the number of tokens between two snapshots of a prompt, in whole blocks.
 
-    By default where computing the tokens between takes longer than GAP_S, but not before their K and V take
-    as much memory as a state does, nor within a step of the largest size.
+    By default the interval is so long that computing its tokens takes GAP_S. It is at least a step of the
+    largest size, and so long that K and V of its tokens take as much memory as one state.
 
-    step: the most tokens of a request in a step. tokens_per_s: a rough estimate, as that of `swap_pays`.
-    size: of how many tokens K and V take the memory of a state.
+    step: maximum number of tokens of a request in a step.
+    tokens_per_s: a rough estimate, as in `swap_pays`.
+    size: the number of tokens whose K and V take as much memory as a state.
     """
     # In whole steps, so that prompts are not computed in more of them for this.
     found = given or -(-int(max(GAP_S * tokens_per_s, size, 1)) // step) * step

@@ -42,10 +42,11 @@ def seats_in(sizes: Sizes, room: int) -> Sizes:
 
 
 def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> Sizes:
-    """Return sizes with as many seats as there is room for their states.
+    """Set max_num_seqs in sizes, to a number of sequences whose states fit.
 
     room: the bytes for states and KV together.
-    least: returns the smallest such number among all processes of the model; None if there is one process.
+    least: exchanges this number among all processes of the model and returns the smallest; None if there is
+        one process.
     """
     found = seats_in(sizes, room)
     if least is not None and sizes.config.max_num_seqs is None:
@@ -64,9 +65,10 @@ def with_seats(sizes: Sizes, room: int, least: Callable[[int], int] | None) -> S
 
 
 def snapshots_in(sizes: Sizes, room: int | None) -> int:
-    """Return how many snapshots there are by default: as many as an eighth of the memory for blocks holds.
+    """Return the default number of snapshots: as many as fit in an eighth of the memory for blocks.
 
-    room: the bytes for snapshots and blocks together; None: num_blocks is given, and snapshots come on top.
+    room: the bytes for snapshots and blocks together; None if num_blocks is given, so that snapshots take
+        further memory.
     """
     # By the whole model: the layers of a stage may all keep states, or none of them.
     whole = replace(sizes, part=None)
@@ -78,9 +80,9 @@ def snapshots_in(sizes: Sizes, room: int | None) -> int:
 
 
 def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] | None = None) -> Sizes:
-    """Return sizes with as many snapshots as the option says, or as `snapshots_in` does.
+    """Set the number of snapshots in sizes: as the option says, or else as `snapshots_in` does.
 
-    least: as of `with_seats`.
+    least: see `with_seats`.
     """
     if not sizes.enable_prefix_caching or sizes.config.state_snapshots is not None:
         return sizes
@@ -91,16 +93,16 @@ def with_snapshots(sizes: Sizes, room: int | None, least: Callable[[int], int] |
 
 
 def read_states(states: StateCache, sizes: Sizes, slots: Sequence[int]) -> dict[str, Tensor]:
-    """Return a copy of snapshots on the host, by the names of the cache's tensors.
+    """Copy snapshots to the host. Return tensors by their names in the cache.
 
-    slots: counted from the first one behind the seats.
+    slots: the numbers of the snapshots. Number 0 is the first slot behind the seats.
     """
     own = [sizes.config.num_seats + slot for slot in slots]
     return {name: tensor[:, own].cpu() for name, tensor in states.tensors.items()}
 
 
 def write_state(states: StateCache, sizes: Sizes, slot: int, contents: Mapping[str, Tensor]) -> None:
-    """Write into the slot of a snapshot what `read_states` has returned of one."""
+    """Overwrite the slot of a snapshot with the state of one snapshot from `read_states`."""
     for name, content in contents.items():
         states.tensors[name][:, sizes.config.num_seats + slot] = content
 
@@ -130,9 +132,9 @@ def new_states(sizes: Sizes, device: torch.device) -> StateCache:
 
 
 class StateChanges(NamedTuple):
-    """What a step does with states before it computes: it ends runs of drafts, then it moves states.
+    """The changes of states before a step computes: runs of drafts are applied, then states are moved.
 
-    settled: i32[5 n + 1]: of n seats the seats, lengths, starts and `Batch.runs`; None: there are none.
+    settled: i32[5 n + 1] for n seats: the seats, lengths, starts and `Batch.runs`; None if there are none.
     """
 
     settled: Sent | None
@@ -141,7 +143,7 @@ class StateChanges(NamedTuple):
 
     @classmethod
     def put(cls, plan: ComputedPart, states: StateCache, upload: Upload) -> Self:
-        """Add the numbers of a step to its upload."""
+        """Add the numbers of these changes to the upload of a step."""
         settled = moves = None
         runs = list[Run]()
         if plan.settled:
@@ -156,7 +158,7 @@ class StateChanges(NamedTuple):
         return cls(settled, moves, runs)
 
     def make(self, model: Model, kv_cache: KVCache) -> None:
-        """Change the states, when the upload is sent."""
+        """Make the changes, once the upload is sent."""
         if self.settled is not None:
             numbers = self.settled.tensor
             num = (len(numbers) - 1) // 5
@@ -174,7 +176,7 @@ class StateChanges(NamedTuple):
 
 
 def run_numbers(plan: ComputedPart) -> list[int]:
-    """Return `Batch.runs` of a step: for each row the tokens to apply first, and whether it has drafts."""
+    """Return `Batch.runs` of a step: how many tokens each row applies first, and whether it has drafts."""
     first_run = plan.num_decodes
     end = first_run + plan.num_drafting
     unapplied = plan.unapplied or [0] * len(plan.seats)
@@ -182,9 +184,10 @@ def run_numbers(plan: ComputedPart) -> list[int]:
 
 
 def no_room(sizes: Sizes, free: int, least: int) -> ResourceError:
-    """Return the error of an engine whose states leave no room for K and V.
+    """Return the error for an engine whose states leave no room for K and V.
 
-    free: the bytes for states and KV together. least: the bytes of one block in each layer group.
+    free: the bytes for states and KV together.
+    least: the bytes of one block in each layer group.
     """
     of_seats = sizes.config.num_seats * sizes.seat_bytes
     of_snapshots = sizes.num_snapshots * sizes.state_bytes

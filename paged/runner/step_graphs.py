@@ -38,8 +38,9 @@ class StepGraphs:
     def run(
         self, compute: Compute, batch: Batch, kv_cache: KVCache, given: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Return compute(batch, kv_cache), recorded or replayed. The next step overwrites the result's
-        memory.
+        """Replay the recorded launches of compute(batch, kv_cache), or record them first. Return the result.
+
+        The next step overwrites the memory of the result.
 
         compute: the function to record. Its launches may depend only on the batch's `is_decode`, its number
             of tokens, and attention's plan for the lengths.

@@ -16,7 +16,7 @@ MEASURED_BYTES = 64 * 2**20  # in each direction: milliseconds, beside which a l
 
 
 def measure_swap_rate(runner: ModelRunner, clock: Callable[[], float] = time.perf_counter) -> float | None:
-    """Measure the rate of swapping blocks out and in, in bytes per second; None if nothing depends on it.
+    """Measure the rate of swapping blocks in bytes per second. Return None if no option needs the rate.
 
     Writes into the KV cache, so no request may hold blocks.
     """

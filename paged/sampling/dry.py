@@ -53,7 +53,7 @@ class DryHistory:
         return self._places.shape[1]
 
     def keep(self, requests: Sequence[Sampled]) -> None:
-        """Keep the texts of these requests only, and drop all others."""
+        """Keep the texts of these requests. Drop all others."""
         if not requests and not self._requests:
             return
         texts = self._texts
@@ -82,7 +82,7 @@ class DryHistory:
         self._texts = texts
 
     def update(self) -> None:
-        """Append the tokens that are new since the last call."""
+        """Append the tokens that the requests have got since the last call."""
         tokens = [text.request.token_ids for text in self._texts]
         num_new = [len(own) - text.num_known for text, own in zip(self._texts, tokens, strict=True)]
         if self._texts and min(num_new) >= 0 and max(num_new) <= MOST_APPENDED:
@@ -100,7 +100,7 @@ class DryHistory:
         rows: Tensor,  # i64[most, num_texts]: as of `apply`, behind each text's first draft, its second...
         tokens: Sequence[list[int]],  # of each text, its drafts included
     ) -> None:
-        """Subtract DRY's penalty from the logits of rows after drafts. Forget the drafts afterwards."""
+        """Subtract the DRY penalty from the logits of rows that follow drafts. Then forget the drafts."""
         texts = self._texts
         self._texts = []
         known = [(text.num_known, text.breaker) for text in texts]
@@ -125,7 +125,7 @@ class DryHistory:
         logits: Tensor,  # f32[num_rows * vocab_size], changed in place
         rows: Tensor,  # i64[num_texts]: the flat index of each request's first logit
     ) -> None:
-        """Subtract DRY's penalty from the logits."""
+        """Subtract the DRY penalty from the logits."""
         columns = (self._places[row] for row in (TOKEN, POSITION, OWNER, REACH))
         token, position, owner, reach = (column.index_select(0, self._found) for column in columns)
         start, first_cost, last_cost = (bound.index_select(0, owner) for bound in self._bounds)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..device.transfers import Sent, Upload
-from ..options.sampling_params import SamplingParams, num_arguments
+from ..options.logits import num_arguments
+from ..options.sampling_params import SamplingParams
 from ..scheduler.schedule import RowError
 from .dry import DryHistory
 from .seats import DraftRow, Sampled
@@ -34,9 +35,9 @@ class StepEdits(NamedTuple):
 
 
 class LogitsEdits:
-    """Edits the logits of one batch. The object is valid as long as the same requests are sampled.
+    """The edits of one batch's logits. The object stays valid while the same requests are sampled.
 
-    Edits are applied in the order of SamplingParams. Single logits are addressed by their flat index, row *
+    Edits are applied in the order of SamplingParams. A single logit is addressed by its flat index, row *
     vocab_size + token.
     """
 
@@ -91,14 +92,14 @@ class LogitsEdits:
         return bool(bans or self._dry_rows is not None or self._processed)
 
     def put_penalties(self, of_rows: RowPenalties, upload: Upload) -> None:
-        """Send the penalties of the batch to where CUDA graphs read them, if it has any."""
+        """Send the penalties of the batch, if it has any, to the memory that CUDA graphs read."""
         if self._penalties is None or self.history.slots is None:
             return
         columns = [*zip(*(_penalties_of(params) for _, _, params in self._penalized), strict=True)]
         of_rows.put(self._penalized_rows, self.history.slots.numbers.tolist(), columns, upload)
 
     def are_penalties(self, step: StepEdits) -> bool:
-        """Return whether the edits of a step are penalties alone, of requests without drafts."""
+        """Return whether the edits of a step are penalties only, for requests without drafts."""
         of_batch = self._allowed, self._banned, self._biases, self._dry_rows, step.banned
         is_more = any(sent is not None for sent in of_batch) or self._words or self._early or self._processed
         return not is_more and step.recount is not None and step.recount.drafts is None
@@ -115,7 +116,7 @@ class LogitsEdits:
         return StepEdits(upload.put(banned, torch.int64) if banned else None, recount)
 
     def apply(self, logits: Tensor, step: StepEdits) -> dict[int, RowError]:
-        """Edit f32[num_rows, vocab_size] in place. Return the errors of rows that failed."""
+        """Edit the logits f32[num_rows, vocab_size] in place. Return the errors of failed rows."""
         flat = logits.view(-1)
         if self._allowed is not None:
             rows, allowed = (sent.tensor for sent in self._allowed)

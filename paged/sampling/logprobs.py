@@ -51,7 +51,7 @@ class AskedLogprobs:
         tokens: Tensor,  # i64[num_rows], the chosen ones
         download: Download,
     ) -> list[list[Received]]:
-        """Compute the log-probabilities. Pass the result to `reports` once the download has arrived."""
+        """Compute the log-probabilities. Once the download has arrived, the result goes to `reports`."""
         found = []
         for size, _, sent in self._groups:
             rows = logits if sent is None else kernels.take_rows(logits, sent.tensor)

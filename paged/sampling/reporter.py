@@ -42,7 +42,7 @@ class Reporter:
         asked: Sequence[AskedRows],
         hidden: Tensor,  # as of `StepReports.run`
     ) -> None:
-        """Call the head as often as `StepReports.run` does, for a process that does not report."""
+        """Call the head as often as `StepReports.run` does, in a process that does not report."""
         parts = hidden.split_with_sizes([rows.end - rows.start for rows in asked])
         scored = [part for part, rows in zip(parts, asked, strict=True) if rows.is_scored]
         for rows in torch.split(torch.cat(scored), self.max_rows) if scored else ():

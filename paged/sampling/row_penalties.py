@@ -18,12 +18,12 @@ NEUTRAL = (1.0, 0.0, 0.0)
 
 
 class RowPenalties:
-    """The penalties of the rows of a batch, and the slots of their requests in the history of tokens.
+    """The penalties of a batch's rows, and the slots of their requests in the token history.
 
-    They are sent when the batch changes. Rows without penalties have neutral ones and the scratch slot, which
-    several may share: what is counted there changes no logit.
+    They are sent when the batch changes. Rows without penalties have neutral ones and share the scratch slot,
+    whose counts change no logit.
 
-    capacity: the most rows.
+    capacity: maximum number of rows.
     """
 
     def __init__(self, history: TokenHistory, capacity: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class RowPenalties:
         penalties: Sequence[Sequence[float]],  # repetition, frequency and presence of each of these rows
         upload: Upload,
     ) -> None:
-        """Send the penalties of a batch."""
+        """Add the penalties of a batch to an upload."""
         if rows[-1] >= self._capacity:  # there is no graph of so many rows
             return
         all_slots = np.full(self._capacity, SCRATCH_SLOT, np.int64)
@@ -51,7 +51,7 @@ class RowPenalties:
         self._sent = upload.put(all_slots, torch.int64), upload.put(columns, torch.float32)
 
     def write(self) -> None:
-        """Keep what `put` has added to an upload, which is sent."""
+        """Store the penalties that `put` added to an upload, once the upload is sent."""
         if self._sent is not None:
             slots, penalties = self._sent
             self._sent = None
@@ -60,14 +60,14 @@ class RowPenalties:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Inside, no row has a request's slot."""
+        """Return a context in which every row has the scratch slot."""
         before = self._slots.clone()
         self._slots.fill_(SCRATCH_SLOT)
         yield
         self._slots.copy_(before)
 
     def apply(self, kernels: Kernels, logits: Tensor) -> None:
-        """Penalise f32[num_rows, vocab_size] in place."""
+        """Apply the penalties to the logits f32[num_rows, vocab_size] in place."""
         num_rows = len(logits)
         history = self._history
         counts = history.output_counts, history.seen
@@ -75,5 +75,5 @@ class RowPenalties:
         kernels.apply_penalties(logits, self._all_rows[:num_rows], self._slots[:num_rows], *counts, *columns)
 
     def record(self, tokens: Tensor) -> None:
-        """Count the tokens that were drawn, i64[num_rows]."""
+        """Count the drawn tokens, i64[num_rows]."""
         self._history.add(self._slots[: len(tokens)], tokens)

@@ -97,14 +97,14 @@ class Sampler:
         return Draw(batch, positions, upload)
 
     def write(self) -> None:
-        """Keep what the device has got of a new batch by an upload, which is sent."""
+        """Store the parameters of a new batch on the device, once their upload is sent."""
         if self.of_seats is not None:
             self.of_seats.write()
         if self.row_penalties is not None:
             self.row_penalties.write()
 
     def forget(self) -> None:
-        """Drop the parameters of the last batch, since their upload may have failed."""
+        """Drop the parameters of the last batch, because their upload may have failed."""
         self._last = None
         if self.of_seats is not None:
             self.of_seats.forget()
@@ -163,25 +163,28 @@ class Draw:
         self._logprobs: list[list[Received]] = []
 
     def take(self, tokens: Tensor, highest: Tensor, download: Download) -> None:
-        """Take tokens that were already drawn with the batch's parameters, and each row's highest logit."""
+        """Take tokens that were already drawn with the parameters of this batch.
+
+        highest: each row's highest logit.
+        """
         self._tokens = download.get(tokens)
         self._of_model = download.get(highest)
 
     @property
     def only_penalizes(self) -> bool:
-        """Whether the logits are edited by penalties alone, in rows without drafts."""
+        """Whether penalties are the only edits of the logits, and no row follows drafts."""
         edits = self.batch.edits
         return edits is not None and self._edits is not None and edits.are_penalties(self._edits)
 
     def count_history(self) -> None:
-        """Count the tokens of new requests with penalties. A replay counts those that are drawn."""
+        """Count the tokens of new requests with penalties. The replay of a graph counts the drawn tokens."""
         edits = self.batch.edits
         if edits is not None and self._edits is not None and self._edits.recount is not None:
             edits.history.count(self._edits.recount)
             edits.history.note_drawn()
 
     def start_masks(self) -> GrammarMasks | None:
-        """Start computing the masks of requests with a grammar. Return None if there are none."""
+        """Start to compute the masks of requests with a grammar. Return None if no request has one."""
         rows = self.batch.with_grammar
         if not rows:
             return None
@@ -273,7 +276,7 @@ class Draw:
         return tokens, highest
 
     def result(self) -> StepOutput:
-        """Return the tokens and errors, once the download has arrived."""
+        """Return the tokens and errors. The download must have arrived."""
         if self._tokens is None or self._of_model is None:
             return StepOutput()
         drawn = self._tokens.numbers.tolist()

@@ -29,10 +29,9 @@ class SampledPlaces(NamedTuple):
 
 
 class SeatParameters:
-    """The sampling parameters of the requests in all seats, on the device. They are sent once, when a request
-    takes its seat.
+    """The sampling parameters of all seats, on the device. Those of a request are sent once.
 
-    table: a row for each seat, see `TakeParameters`. The last row belongs to the scratch seat, whose
+    table: a row for each seat; see `TakeParameters`. The last row belongs to the scratch seat, whose
         parameters are greedy.
     """
 
@@ -45,7 +44,7 @@ class SeatParameters:
     def put(
         self, seats: Sequence[int], requests: Sequence[Sampled], columns: NDArray[Any], upload: Upload
     ) -> None:
-        """Send the parameters of requests that the device does not have yet.
+        """Add to an upload the parameters of requests that the device does not have yet.
 
         columns: the parameters of all these requests, from `columns_of`.
         """
@@ -61,19 +60,19 @@ class SeatParameters:
             self._sent = upload.put([*new], torch.int64), upload.put(words, torch.int32)
 
     def write(self) -> None:
-        """Write the parameters that `put` added to an upload into the table, once the upload is sent."""
+        """Write the parameters that `put` added to an upload into the table, once it is sent."""
         if self._sent is not None:
             seats, words = self._sent
             self._sent = None
             self.table.index_copy_(0, seats.tensor, words.tensor)
 
     def forget(self) -> None:
-        """Assume that the device has no parameters: some may not have arrived. All are sent again."""
+        """Mark all parameters as unknown to the device, since some may not have arrived there."""
         self._known = {}
         self._sent = None
 
     def of_rows(self, columns: NDArray[Any], vocab_size: int) -> SeatedParameters:
-        """Return the parameters of the rows with these columns, as the device takes them from the seats."""
+        """Return the parameters of a batch's rows, which the device looks up by seat."""
         return SeatedParameters(self, columns, vocab_size)
 
     def take(self, seats: Tensor) -> RowParameters:
@@ -82,9 +81,9 @@ class SeatParameters:
 
 
 class SeatedParameters:
-    """The parameters of a batch's rows. The device takes them from the rows' seats.
+    """The parameters of a batch's rows, which the device looks up by seat.
 
-    filters: the names of the filters that at least one row uses; others are left out.
+    filters: the names of the filters that at least one row uses. The others are skipped.
     """
 
     def __init__(self, of_seats: SeatParameters, columns: NDArray[Any], vocab_size: int) -> None:
@@ -115,7 +114,7 @@ def draw(
 
 
 def words_of(columns: NDArray[Any]) -> NDArray[np.int32]:
-    """Return the parameters as 32-bit words, one row per request; see `TakeParameters`."""
+    """Convert the parameters to 32-bit words, one row per request; see `TakeParameters`."""
     packed: NDArray[Any] = np.empty(len(columns), WORDS)
     for name in WORDS.names or ():
         packed[name] = columns[name]

@@ -58,7 +58,7 @@ class SamplingSeat:
         return self.token_ids[self.num_prompt_tokens :]
 
     def row(self, num_drafts: int) -> SamplingSeat | DraftRow:
-        """Return the request's state after its first num_drafts drafts.
+        """Return the state of the request after its first num_drafts drafts.
 
         Every step gets the same object, so that the sampler need not gather the parameters again.
         """
@@ -72,7 +72,7 @@ class SamplingSeat:
 
 
 class DraftRow:
-    """The state of a request after its first num_drafts drafts, provided that they are right."""
+    """The state of a request after its first num_drafts drafts, as if they were accepted."""
 
     __slots__ = ("inputs", "num_drafts", "num_prompt_tokens", "sampling", "seat", "stop_ids")
 
@@ -100,7 +100,7 @@ class DraftRow:
         return self.token_ids[self.num_prompt_tokens :]
 
     def follow_grammar(self) -> None:
-        """Copy the request's position in its grammar. The drafts are consumed from there."""
+        """Copy the state of the request's grammar, and advance the copy by the drafts."""
         if self.seat.sampling.grammar is not None:
             self.sampling.grammar = self.seat.sampling.grammar.copy()
 
@@ -115,9 +115,9 @@ class SamplingSeats:
         self._seats: dict[int, SamplingSeat] = {}
 
     def change(self, vacated: Iterable[int], newcomers: Iterable[Request]) -> None:
-        """Empty the seats that requests have left, and fill the seats that other requests have taken.
+        """Clear the seats that requests have left, and fill the seats of newcomers.
 
-        newcomers: the requests to fill in, including those that changed in their seats.
+        newcomers: the requests that took a seat, or changed in theirs.
         """
         for seat in vacated:
             self._seats.pop(seat, None)
@@ -125,9 +125,9 @@ class SamplingSeats:
             self._seats[request.seat] = SamplingSeat(request)
 
     def add_tokens(self, seat: int, start: int, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Add the request's tokens from position `start` on to a seat, and the drafts that follow them.
+        """Add the tokens of a request from position `start` on to its seat, and the drafts that follow them.
 
-        Tokens before `start` are known already: those that were right among the last step's drafts are kept.
+        The tokens before `start` are known: the accepted ones of the last step's drafts stay.
         """
         found = self._seats[seat]
         found.token_ids += found.drafts
@@ -139,7 +139,7 @@ class SamplingSeats:
         return [*map(self._seats.__getitem__, seats)]
 
     def with_drafts(self, seats: Sequence[int]) -> list[SamplingSeat | DraftRow]:
-        """Return a row for each seat. Where a seat repeats, each further row is after one more draft."""
+        """Return a state for each row. Where a seat repeats, each further row follows one more draft."""
         rows = list[SamplingSeat | DraftRow]()
         before = NO_SEAT
         num_drafts = 0

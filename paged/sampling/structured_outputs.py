@@ -73,7 +73,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(self, params: StructuredOutputsParams) -> GrammarState:
-        """Return the state before the first token of an output.
+        """Compile a grammar, or find it in the cache. Return its state before the first token.
 
         Raises RequestError if the grammar is wrong or cannot be compiled within bounds, or if the library or
         the tokenizer is missing.
@@ -287,13 +287,14 @@ def _start_thread(run: Callable[[], None]) -> None:
 
 
 class GrammarState:
-    """The position of one output in its grammar: a matcher that has consumed num_taken of its tokens.
+    """The position of an output in its grammar: a matcher that has consumed num_taken tokens.
 
-    The state catches up with the request's tokens when it is asked, so preemption and failed steps do not
-    affect it. While a worker computes the next mask, nothing else uses the matcher.
+    The state consumes new tokens when it is asked, so preemption and failed steps do not affect it. While a
+    worker computes the next mask, nothing else uses the matcher.
 
-    grammar: the compiled grammar, shared by all of its outputs. job, row: the job, and its row, that compute
-        the mask after num_taken tokens; job is None if the next mask is the grammar's first.
+    grammar: the compiled grammar, which all of its outputs share.
+    job, row: the job that computes the mask after num_taken tokens, and the row of that mask. job is None if
+        the next mask is the first mask of the grammar.
     """
 
     __slots__ = ("_matcher", "grammar", "job", "num_taken", "row", "vocabulary")
@@ -345,7 +346,7 @@ class GrammarState:
         return self.num_taken == request.num_output_tokens and (self.job is not None or not self.num_taken)
 
     def begin(self, job: MaskJob, row: int) -> None:
-        """Let the next mask be computed in this row of a job."""
+        """Assign the next mask to a row of a job, whose worker will compute it."""
         self.job = job
         self.row = row
 
@@ -433,10 +434,10 @@ def pending_mask(request: Sampled) -> MaskJob | None:
 
 
 class GrammarMasks:
-    """Masks of the tokens that grammars allow in the rows of one step.
+    """The masks of a step: for each row with a grammar, the tokens that it allows.
 
     Workers compute the masks during the forward pass. Make this object before the forward pass, and call
-    `apply` or `choose` after it; they wait SLOW_S at most. `check` reports errors. Rows whose masks were late
+    `apply` or `choose` after it; they wait at most SLOW_S. `check` reports errors. Rows whose masks were late
     are sampled in a later step.
     """
 
@@ -495,7 +496,7 @@ class GrammarMasks:
         output.errors |= self.errors
 
     def wait(self) -> NDArray[np.int32]:
-        """Wait for the workers, SLOW_S at most. Return the bits of all masks."""
+        """Wait for the workers, at most SLOW_S. Return all masks as bits."""
         if self._bits is None:
             jobs = {state.job for state in self._states}
             if pending := [job for job in jobs if job is not None and not job.done.done()]:

@@ -20,7 +20,7 @@ UNKNOWN = -1
 
 class DraftCounts(NamedTuple):
     """The rows of a step that follow drafts. Such a row counts the tokens of its request's first row, plus
-    the drafts before it.
+    its drafts.
 
     places: indices of the drafts in the flat counts, row by row.
     firsts: for each row, the number of its request's first row.
@@ -75,7 +75,7 @@ class TokenHistory:
         return self.output_counts.shape[0]
 
     def keep(self, rows: Sequence[Sampled], upload: Upload) -> None:
-        """Give slots to these rows only. A row that follows drafts comes after its request's first row."""
+        """Assign slots to these rows only. A row that follows drafts comes after its request's first row."""
         if not rows and not self._slots:
             return
         stay = set(rows)
@@ -201,13 +201,13 @@ class TokenHistory:
         self._known = {request: num + 1 for request, num in known.items() if request not in self._runs}
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
-        """Count a token in each of these slots: both i64[num_rows]."""
+        """Count one token in each of these slots; both are i64[num_rows]."""
         places = slots * self.output_counts.shape[1] + tokens
         _count(self.output_counts, places)
         self.seen.view(-1).index_fill_(0, places, True)
 
     def note_drawn(self) -> None:
-        """Record that a replay has counted a drawn token of each request of a step without drafts."""
+        """Record that a replayed graph has counted one drawn token per request. The step has no drafts."""
         self._known = {request: num + 1 for request, num in self._known.items()}
 
     def _grow(self, num_slots: int) -> None:

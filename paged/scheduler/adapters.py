@@ -9,15 +9,16 @@ from .schedule import Schedule
 
 
 class AdapterSlots:
-    """The slots of adapters, each with one that running requests use, or that was used last.
+    """The adapter slots of the device. A slot holds an adapter of running requests, or an earlier one.
 
-    A request whose adapter has no slot lets others pass while all slots are in use. After as many admissions
-    as may run at once no request of another adapter is admitted, so that a slot becomes free.
+    A request is set aside if its adapter is in no slot and all slots are in use; the requests behind it may
+    then run first. After max_passes such admissions, no request of another adapter is admitted, so that a
+    slot becomes free.
 
-    Steps copy adapters into slots in the order in which they are launched: a slot may be given away while a
-    step in flight still reads it.
+    Steps copy adapters into slots in the order in which they are launched. Therefore a slot may get another
+    adapter while a step in flight still reads the old one.
 
-    max_passes: the admissions for which the first request that waits for a slot is passed by.
+    max_passes: how many requests may run before the first request that was set aside.
     """
 
     def __init__(self, num_slots: int, max_passes: int) -> None:
@@ -32,7 +33,7 @@ class AdapterSlots:
         self._num_passes = 0  # admissions since the first of them waits
 
     def admits(self, request: Request) -> bool:
-        """Return whether a waiting request may run, as far as its adapter is concerned."""
+        """Return whether a slot has, or can get, the adapter of a waiting request."""
         adapter = request.inputs.adapter
         if not adapter:
             return True
@@ -42,11 +43,11 @@ class AdapterSlots:
         return adapter in self.slot_of or bool(self._idle) or len(self.slot_of) < self.num_slots
 
     def set_aside(self, request: Request) -> None:
-        """Note a request that waits for a slot."""
+        """Record that a request waits for a slot."""
         self._aside.setdefault(request.inputs.adapter, deque()).append(request)
 
     def take_released(self) -> list[Request]:
-        """Return the requests that need not wait any more, or must ask again."""
+        """Remove and return the requests that no longer wait for a slot, or must be asked again."""
         released: list[Request] = []
         while self._aside:
             adapter, requests = next(iter(self._aside.items()))
@@ -61,7 +62,7 @@ class AdapterSlots:
         return released
 
     def join(self, request: Request) -> None:
-        """Give a request that runs now the slot of its adapter."""
+        """Assign a slot to a request that starts to run: that of its adapter, or the least recently used."""
         self._num_passes += bool(self._aside)
         adapter = request.inputs.adapter
         if not adapter:
@@ -78,7 +79,7 @@ class AdapterSlots:
         request.adapter_slot = self.slot_of[adapter]
 
     def leave(self, request: Request) -> None:
-        """Take the slot from a request that runs no more. Its adapter stays there until another needs it."""
+        """Record that a request stops running. Its adapter stays in the slot until another one needs it."""
         adapter = request.inputs.adapter
         if not adapter:
             return
@@ -89,21 +90,21 @@ class AdapterSlots:
             self._idle[adapter] = None
 
     def forget(self) -> None:
-        """Forget what the slots hold, after a step that may not have copied it. No request runs."""
+        """Mark all slots as empty after a failed step, which may not have copied adapters."""
         assert not self._num_users, "a running request has a slot"
         self.slot_of.clear()
         self._idle.clear()
         self._loads.clear()
 
     def take(self, schedule: Schedule) -> None:
-        """Put the slots of a step's requests into it, and what is copied before it."""
+        """Write into a schedule the slots of its requests, and the adapters to copy before the step."""
         loads, self._loads = self._loads, []
         slots = [request.adapter_slot for request in schedule.requests]
         has_any = any(slot != NOWHERE for slot in slots)
         schedule.adapters = (slots if has_any else (), loads)
 
     def check(self, running: list[Request]) -> None:
-        """Check that each running request has the slot of its adapter, and slots have one adapter each."""
+        """Check that each running request has the slot of its adapter, and each slot one adapter."""
         users = Counter(r.inputs.adapter for r in running if r.inputs.adapter)
         assert users == self._num_users, "the users of adapters are miscounted"
         assert {*self._idle} == {*self.slot_of} - {*users}, "an adapter in use may lose its slot"

@@ -123,7 +123,7 @@ class StepsAhead:
         self._ended_at = now
 
     def cancel(self) -> None:
-        """Forget the steps in flight. The tokens that they would have drawn will be drawn again."""
+        """Forget the steps in flight. Their tokens will be drawn again."""
         self._has_waiting.clear()
         self._newest = None
         for request in self._running.requests:

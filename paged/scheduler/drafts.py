@@ -129,7 +129,7 @@ class Drafts:
         self._num_accepted += num_accepted
 
     def end_step(self, schedule: Schedule, clock: Callable[[], float]) -> None:
-        """Learn from a finished step whose accepted drafts were recorded."""
+        """Update the estimates after a step whose accepted drafts were recorded."""
         lengths = self.lengths
         if lengths is None or (lengths.is_idle and schedule.is_decode):
             return
@@ -177,7 +177,7 @@ def _context(schedule: Schedule) -> int:
 
 
 def most_drafts(request: Request, most: int) -> int:
-    """Return the maximum number of drafts of a decode; 0 if its sampled token would not count."""
+    """Return the maximum number of drafts of a request that decodes; 0 if its next token is its last."""
     inputs = request.inputs
     num_tokens = request.num_tokens
     if request.num_pending:
@@ -222,12 +222,12 @@ def _grow(
 
 
 def verified(schedule: Schedule, drawn: StepOutput) -> StepOutput:
-    """Verify drafts. Return the output of a step with drafts by rows of schedule.sampled_requests.
+    """Compare a step's drafts with the drawn tokens. Return its output with a run of tokens per request.
 
-    drawn: a token for each sampled row of the plan, thus several for a request with drafts. A request's run
-        of tokens ends with the first token that differs from its draft. It also ends before a row with an
-        error. The next step computes this row again, without drafts before it, and the error then ends the
-        request.
+    drawn: a token for each sampled row of the plan. A request with drafts has several rows.
+
+    A run ends with the first token that differs from its draft. It also ends before a row with an error. The
+    next step computes this row again, without drafts before it, and the error then ends the request.
     """
     output = StepOutput(reports=drawn.reports)
     first = schedule.num_decode_tokens

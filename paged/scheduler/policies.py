@@ -14,7 +14,7 @@ from .policy import FirstComeFirstServed, Holdings, Policy, Rank, Shares
 
 
 class Priority(FirstComeFirstServed):
-    """The lowest priority number first, as in vLLM. It may preempt requests with higher numbers."""
+    """The policy "priority", as in vLLM: the lowest number runs first and may preempt higher ones."""
 
     preempts = True
 
@@ -39,7 +39,7 @@ class LongestPrefixMatch(Policy):
         self._num_overtakes = 0
 
     def push(self, request: Request) -> None:
-        """Add a request; at the front if it ran before."""
+        """Add a request to the queue: at its front if the request ran before, otherwise at its end."""
         self._queue[request.arrival] = request
         if request.ran_before:
             self._queue.move_to_end(request.arrival, last=False)
@@ -206,7 +206,7 @@ class Fair(Policy):
         return self._weights.get(tenant, 1.0)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Charge tenants by these weights from now on, and others by 1. Requests may wait or run now."""
+        """Set the weights by which tenants are charged from now on. Other tenants have weight 1."""
         self._weights = dict(weights)
         self._weight_of_waiting = None
 
@@ -270,7 +270,7 @@ class Fair(Policy):
         return None
 
     def pop(self, request: Request) -> None:
-        """Remove the head. If it has never run, in any engine, charge its tenant for the prompt."""
+        """Remove the head of the queue. If no engine has run it before, charge its tenant for the prompt."""
         head = next(iter(self._queues[request.inputs.tenant].values()))
         assert head is request, "another request was at the head of the queue"
         if not (request.ran_before or request.inputs.is_resumed):
@@ -287,7 +287,7 @@ class Fair(Policy):
             self._last_to_leave = tenant
 
     def generated(self, requests: Iterable[Request]) -> None:
-        """Charge each request's tenant for a token."""
+        """Charge the tenant of each request for one generated token."""
         for request in requests:
             self._charge(request, self.OUTPUT_COST)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request, RequestStatus
-from .policy import Holdings
 from .running import RunningSet
 from .schedule import Schedule, SchedulerCounters
 from .waiting import Need, Room, WaitingQueue
@@ -36,7 +35,6 @@ class Preemption:
         swap_pays: Callable[[int], bool] | None,
         fair: Fair | None = None,
     ) -> None:
-        self._fair = fair
         self._above_share: AboveShare | None = None
         if fair is not None:
             from .victims import AboveShare
@@ -83,29 +81,10 @@ class Preemption:
             self.preempt(victim, schedule)
 
     def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
-        """Preempt requests of tenants above their share, for the first requests of tenants below their share.
-
-        room: the seats, blocks and tokens of an empty step.
-        """
-        fair = self._fair
-        above_share = self._above_share
+        """Preempt requests of tenants above their share; see `AboveShare.make_room`."""
         head = self._queue.peek()
-        if fair is None or above_share is None or head is None or head.protected:
-            return
-        now = self._running.holdings()
-        if not fair.any_is_above(now):
-            return
-        for request in self._running.requests:
-            room = room.minus(self._running.claim(request))
-        left = Holdings(self._running.requests)
-        for head in fair.heads_below_share(now):
-            found = above_share.victims(self._queue.need(head), room, left)
-            if found is None:
-                return  # others behind this one could only take its place
-            victims, room = found
-            if not self._are_settled(victims):
-                return
-            for victim in victims:
+        if self._above_share is not None and head is not None and not head.protected:
+            for victim in self._above_share.make_room(room, self._queue, self._are_settled):
                 self.preempt(victim, schedule, counts=False)
 
     def _are_settled(self, victims: list[Request]) -> bool:
@@ -159,8 +138,7 @@ class Preemption:
                 self.preempt(request, schedule)
 
     def hold_grown_long(self, request: Request) -> None:
-        """Keep a running request out of steps once it has reached `RequestInputs.long_from`, as its KV is
-        stale.
+        """Exclude a running request from steps: it has reached `RequestInputs.long_from`, so its KV is stale.
 
         `requeue_grown_long` queues it before the next step, unless its newest token completed a stop string.
         """
@@ -181,12 +159,12 @@ class Preemption:
             self.requeue(request)
 
     def free(self, request: Request) -> None:
-        """Free a request's blocks. Full blocks stay in the prefix cache."""
+        """Release a request's blocks. Its full blocks stay in the prefix cache."""
         self.keep(request)
         self._manager.release(request.blocks)
 
     def keep(self, request: Request) -> None:
-        """Put what a request has computed into the prefix cache: no step in flight computes it."""
+        """Add the full blocks of a request to the prefix cache. No step in flight may compute it."""
         self._manager.register(request.blocks, request.token_ids, request.num_computed_tokens)
         if self._running.states is not None:
             self._running.states.keep(request)
@@ -220,7 +198,7 @@ class Preemption:
         return victims_for(head, need, room, self._running, self._manager, self._max_preemptions)
 
     def check(self) -> None:
-        """Check that every request with a recorded time is held and unfinished."""
+        """Check that every request in the table of held requests is held and unfinished."""
         for request in self._held_since:
             assert request.held, "released, but its time is kept"
             assert request.status is not RequestStatus.FINISHED, "ended, but its time is kept"

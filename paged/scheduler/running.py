@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Seats:
-    """The numbers 0 to num_seats - 1, each taken by at most one running request.
+    """The seats of running requests: the numbers 0 to num_seats - 1.
 
-    A seat that is given up while steps are in flight becomes free when the newest of these steps ends,
+    If a seat is released while steps are in flight, it becomes free when the newest of these steps ends,
     because they may use it.
     """
 
@@ -36,12 +36,12 @@ class Seats:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free seat and return it."""
+        """Take the lowest free seat."""
         seat: int = self._free.pop()
         return seat
 
     def release(self, seat: int) -> None:
-        """Give a seat up."""
+        """Release a seat. It is free once the steps in flight have ended."""
         (self._kept[-1] if self._kept else self._free).append(seat)
 
     def begin_step(self) -> None:
@@ -53,7 +53,7 @@ class Seats:
         self._free += self._kept.popleft()
 
     def check(self, taken: list[int]) -> None:
-        """Check that every seat is taken once, free, or kept for a step in flight."""
+        """Check that every seat is taken once, free, or reserved until a step in flight ends."""
         kept = [seat for seats in self._kept for seat in seats]
         seats = sorted([*taken, *kept, *self._free])
         assert seats == [*range(self.num_seats)], "a seat is lost, or has two requests"
@@ -94,13 +94,13 @@ class RunningSet:
         return self.seats.num_free - self._num_reserved_seats
 
     def holdings(self) -> Holdings:
-        """Return the seats and blocks that tenants hold, counted when the step began or a request joined."""
+        """Return the seats and blocks that each tenant holds, as counted once in a step."""
         if self._holdings is None:
             self._holdings = Holdings(self.requests)
         return self._holdings
 
     def count_anew(self) -> None:
-        """Forget what tenants held in the last step."""
+        """Drop the counts of `holdings`, so that the next call counts again."""
         self._holdings = None
 
     def begin_step(self) -> None:
@@ -127,7 +127,7 @@ class RunningSet:
             self._holdings.add(request)
 
     def resend(self, request: Request) -> None:
-        """If a changed request runs, send its whole state to the device again, as for a newcomer."""
+        """Send the whole state of a changed request to the device with the next step, if it is running."""
         assert not request.num_pending, "a step in flight would overwrite what is sent"
         if request.seat != NO_SEAT and request not in self.newcomers:
             self.newcomers.append(request)
@@ -139,7 +139,7 @@ class RunningSet:
             self.corrected.append(request)
 
     def take_changes(self, schedule: Schedule) -> None:
-        """Put the changes in the seats since the last step into this schedule."""
+        """Move the changes in the seats since the last step into a schedule."""
         if self.newcomers:
             schedule.newcomers = self.newcomers
             self.newcomers = []
@@ -151,7 +151,7 @@ class RunningSet:
             self.vacated = []
 
     def take_siblings(self, request: Request) -> Sequence[Request]:
-        """Return the siblings of a request, and give up their reserved seats, because they join now."""
+        """Return the siblings of a request, which now join it, and release the seats reserved for them."""
         siblings = request.siblings
         request.siblings = ()
         self._holdings = None
@@ -176,7 +176,10 @@ class RunningSet:
         return removed
 
     def remove_finished(self, free: Callable[[Request], None]) -> list[Request]:
-        """Remove the finished requests and return them. free: called with each while it has its seat."""
+        """Remove and return the finished requests.
+
+        free: called with each finished request while it still has its seat.
+        """
         finished = [r for r in self.requests if r.status is RequestStatus.FINISHED]
         if finished:
             self.requests = [r for r in self.requests if r.status is not RequestStatus.FINISHED]
@@ -202,17 +205,17 @@ class RunningSet:
             self.corrected.remove(request)
 
     def missing_blocks(self, request: Request) -> int:
-        """Count the blocks that a request may need until it decodes; if it is protected, until its end."""
+        """Count the blocks that a request may need to finish its prompt or, if it is protected, to end."""
         return self._manager.missing_blocks(request.blocks, num_tokens_ahead(request))
 
     def num_reserved_blocks(self) -> int:
-        """Count the blocks that only protected requests may take."""
+        """Count the free blocks that are reserved for protected requests."""
         if not self._num_protected:
             return 0
         return sum(self.missing_blocks(request) for request in self.requests if request.protected)
 
     def grow(self, request: Request, end: int, copies: list[Copy]) -> bool:
-        """Allocate unreserved blocks for the tokens up to `end`; see `BlockManager.grow`."""
+        """Allocate blocks for a request's tokens up to `end`, no reserved ones; see `BlockManager.grow`."""
         manager = self._manager
         if self._num_protected and not request.protected:
             available = manager.pool.num_available - self.num_reserved_blocks()
@@ -223,14 +226,14 @@ class RunningSet:
         return manager.grow(request.blocks, start, end, copies)
 
     def most_new(self, request: Request) -> int:
-        """Return how many tokens the next chunk of a running request has at most."""
+        """Return the maximum number of tokens in the next chunk of a running request."""
         snapshots = self._manager.snapshots
         if snapshots is None:
             return self.max_chunk
         return min(self.max_chunk, snapshots.most_new(request.blocks, request.num_computed_tokens))
 
     def claim(self, request: Request) -> Room:
-        """Return what a running request takes from the next step, and the blocks reserved for it."""
+        """Return what a running request takes of the next step, and the blocks reserved for it."""
         takes_part = request.ready and not request.held
         missing = request.num_tokens - request.num_computed_tokens if takes_part else 0
         end = request.num_tokens + request.num_pending
@@ -245,7 +248,7 @@ class RunningSet:
         return Room(num_new, 1 + len(request.siblings), num_new < missing, num_blocks)
 
     def check(self) -> None:
-        """Check the order, the counts and the limits."""
+        """Check the order by rank, the counts, and the maximum number of requests."""
         ranks = [request.rank for request in self.requests]
         assert ranks == sorted(ranks), "out of order"
         assert self._num_reserved_seats == sum([len(request.siblings) for request in self.requests])

@@ -128,7 +128,7 @@ class Schedule:
         return self.num_decode_tokens + len(self.drafts) < len(self.requests)
 
     def sample_decodes(self, starts: list[int]) -> None:
-        """For each request so far, compute one token at position starts[i] and sample the next token."""
+        """Compute one token of each request added so far, at position starts[i], and sample the next one."""
         requests = self.requests
         num = self.num_tokens = self.num_decode_tokens = len(requests)
         self.num_new_tokens = [1] * num
@@ -139,7 +139,7 @@ class Schedule:
         self.sampled_seats = self.seats.copy()
 
     def add(self, request: Request, num_new: int) -> None:
-        """Compute the next num_new tokens of a request."""
+        """Add a request that computes its next num_new tokens."""
         self.requests.append(request)
         self.num_new_tokens.append(num_new)
         self.num_computed_tokens.append(request.num_computed_tokens)
@@ -170,7 +170,7 @@ class Schedule:
         self.grown = [place[row] for row in self.grown if row in place]
 
     def asked_rows(self) -> list[AskedRows]:
-        """Return the prompt positions that reports need from this step. Decodes need no more reports."""
+        """Return the prompt positions in this step on which requests want reports. Decodes have none."""
         asked = []
         offset = self.num_decode_tokens
         for i in range(self.num_decode_tokens, len(self.requests)):
@@ -188,7 +188,7 @@ class Schedule:
         return asked
 
     def end_reported(self, row: int, now: float) -> bool:
-        """Finish a row's request if its report failed, or is complete and the request generates no tokens."""
+        """Finish the request of a row if its report has failed, or is complete and all that it wants."""
         request = self.requests[row]
         if request.finish_reason is not None:  # aborted in flight
             return False
@@ -227,7 +227,7 @@ class StepOutput:
     reports: list[ReportedRows] = field(default_factory=list)
 
     def record_reports(self, schedule: Schedule) -> None:
-        """Add the reported rows to their requests' reports."""
+        """Append the results of this step to the reports of its requests."""
         for row, end, found in self.reports:
             report = schedule.requests[row].report
             assert report is not None, "no report has asked for the row"
@@ -237,10 +237,10 @@ class StepOutput:
                 report.take_logprobs(end, found)
 
     def record_logprobs(self, schedule: Schedule) -> int:
-        """Add log-probabilities to their requests, before tokens are appended. Return how many were added.
+        """Append log-probabilities to their requests, before tokens are appended. Return how many.
 
-        If a request ended while the step was in flight, its log-probabilities are dropped, as its token will
-        be.
+        If a request ended while the step was in flight, its log-probabilities are dropped together with its
+        token.
         """
         num_candidates = 0
         for row, logprobs in ({row: [one] for row, one in self.logprobs.items()} | self.run_logprobs).items():
@@ -261,10 +261,10 @@ TOKENS_OF_STEP = (1.0, *(float(1 << power) for power in range(3, 15)))
 
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """A histogram at one moment.
+    """A snapshot of a histogram.
 
-    counts: for each bound, how many values are at most this bound and above the bound before; then how many
-        are above the last bound.
+    counts: how many values are in each bucket. A bucket ends at its bound, which belongs to it; the last
+        bucket has no bound.
     total: the sum of the values.
     """
 
@@ -273,7 +273,7 @@ class HistogramCounts:
 
     @classmethod
     def total_of(cls, several: Sequence[HistogramCounts]) -> HistogramCounts:
-        """Return the sum of histograms with the same bounds."""
+        """Add up histograms with the same bounds."""
         counts = zip(*(each.counts for each in several), strict=True)
         return cls(tuple(map(sum, counts)), sum(each.total for each in several))
 
@@ -322,7 +322,7 @@ class SchedulerCounters:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS_OF_STEP))
 
     def count(self, schedule: Schedule, now: float) -> None:
-        """Count a step that ends now."""
+        """Count the tokens and the duration of a step that ends now."""
         self.num_steps += 1
         self.step_seconds.add(now - schedule.scheduled_time)
         self.step_tokens.add(schedule.num_tokens)
@@ -333,7 +333,7 @@ class SchedulerCounters:
         self.num_prefill_tokens += self.step_prefill_tokens
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        """Count num_drafted drafts of a request, of which the first num_accepted were right."""
+        """Count num_drafted drafts of a request, of which num_accepted were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         accepted_at = self.num_accepted_at

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .ahead import StepsAhead
     from .drafts import Drafts
     from .policies import Fair
+    from .runs import Runs
     from .state_moves import StateMoves
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
@@ -130,7 +132,7 @@ class Scheduler:
 
     @property
     def states(self) -> StateMoves | None:
-        """Where states go; None if requests have none."""
+        """The moves of recurrent states in the next step; None if the model has no such states."""
         return self._running.states
 
     @property
@@ -156,14 +158,17 @@ class Scheduler:
         return self._queue.peek() is not None or not all(request.held for request in self.running)
 
     def run_ahead(self) -> None:
-        """From now on, also schedule decodes of requests that a step in flight computes."""
+        """Enable steps ahead: schedule decodes whose last token a step in flight still computes."""
         from .ahead import StepsAhead
 
         self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
         self.preemption.drain = self.ahead.drain
 
     def have_adapters(self, num_slots: int) -> None:
-        """Run requests with LoRA adapters, of which so many are on the device at once."""
+        """Enable requests with LoRA adapters.
+
+        num_slots: how many adapters are on the device at once.
+        """
         from .adapters import AdapterSlots
 
         self._running.adapters = AdapterSlots(num_slots, self.max_num_seqs)
@@ -458,7 +463,7 @@ class Scheduler:
         reported = []
         for row in range(num_decodes, len(schedule.requests)):
             request = schedule.requests[row]
-            # Which of its drafts a run accepts, `_take_run` knows.
+            # Which of its drafts a run accepts, `Runs.take` knows.
             request.num_computed_tokens += 1 if row < first_prompt else schedule.num_new_tokens[row]
             request.ready = True
             if request.report is not None and schedule.end_reported(row, now):
@@ -474,7 +479,9 @@ class Scheduler:
             if token is None:
                 if row in runs:
                     drafts = schedule.drafts[row - num_decodes] if num_decodes <= row < first_prompt else None
-                    self._take_run(request, runs[row], now, drafts)
+                    self._runs.take(request, runs[row], now, drafts, self.end_at_stop_string)
+                    if self.drafts is not None and drafts is not None:
+                        self.drafts.record(self._runs.num_accepted)
                 else:
                     if self._running.states is not None and num_decodes <= row < first_prompt:
                         self._running.states.end_run(request, 1)  # the token before its drafts
@@ -503,55 +510,12 @@ class Scheduler:
             self.drafts.end_step(schedule, self.clock)
         return advanced + reported if reported else advanced
 
-    def _take_run(
-        self, request: Request, run: Sequence[int], now: float, drafts: Sequence[int] | None
-    ) -> None:
-        """Append several tokens, or none: then the request's last token is computed once more, and sampled.
+    @cached_property
+    def _runs(self) -> Runs:
+        """What records the rows of steps that got none or several tokens."""
+        from .runs import Runs
 
-        Of several, those that the step has computed already are not computed again. What follows the end of
-        the output does not count.
-
-        drafts: the drafts that the run begins with, but perhaps for its last token; None: the step computed
-            none.
-        """
-        num_known = request.num_tokens
-        for token in run:
-            request.token_ids.append(token)
-            if request.num_tokens >= request.on_token_from or token in request.stop_ids:
-                request.on_token(token, now)
-            if self.end_at_stop_string is not None and request.inputs.params.stop:
-                self.end_at_stop_string(request)
-            if request.has_just_grown_long:
-                self.preemption.hold_grown_long(request)
-            if not request.ready:  # finished, or grown long
-                break
-        del request.sampling.logprobs[request.num_output_tokens :]
-        if drafts is None and self.block_manager.has_states and not run and request.ready:
-            # Its state has seen the last token, which is computed once more: only from the start.
-            self.preemption.hold_grown_long(request)
-        elif drafts is None:
-            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-            self.block_manager.rewind(request.blocks, request.num_computed_tokens)
-            self._running.resend(request)  # its seat knows another last token
-        else:
-            # The step has counted the first token of the run.
-            num_right = request.num_tokens - request.num_computed_tokens
-            request.num_computed_tokens = request.num_tokens - 1
-            if self._running.states is not None:
-                self._running.states.end_run(request, num_right)
-            self.block_manager.truncate(request.blocks, request.num_computed_tokens)
-            self._running.correct(request)
-            # A run whose next row has an error ends with a draft.
-            num_accepted = len(run) - (run[-1:] != drafts[len(run) - 1 : len(run)])
-            self.counters.count_drafts(len(drafts), num_accepted)
-            request.metrics.num_drafts += 1
-            request.metrics.num_draft_tokens += len(drafts)
-            request.metrics.num_accepted_tokens += num_accepted
-            if self.drafts is not None:
-                self.drafts.record(num_accepted)
-        num_more = request.num_tokens - num_known - 1  # than the one that is counted for each row
-        self.counters.num_generated_tokens += num_more
-        self.policy.generated([request] * num_more)
+        return Runs(self.block_manager, self._running, self.preemption, self.counters, self.policy)
 
     def release_finished(self) -> None:
         """Free the blocks of finished requests."""
@@ -560,7 +524,7 @@ class Scheduler:
             self.preemption.release(request)
 
     def cancel(self) -> None:
-        """Discard the steps in flight after a failure, since it is unknown what they wrote or copied.
+        """Discard the steps in flight after a failure, because it is unknown what they have written.
 
         All running requests wait again and are recomputed, and the prefix cache is emptied.
         """
@@ -613,10 +577,10 @@ class Scheduler:
         return None
 
     def fork(self, request: Request, child: Request) -> None:
-        """Start a child of a live request, which has the same tokens so far, except perhaps the newest.
+        """Start a copy of a live request with the same tokens, except perhaps the newest one.
 
-        The child shares the request's blocks. It waits if no seat is free, or if a step in flight computes
-        more of the request than its newest token.
+        The child shares the request's blocks. It waits in the queue if no seat is free, or if a step in
+        flight computes more of the request than its newest token.
         """
         if request.status is RequestStatus.FINISHED:
             raise UsageError(f"request {request.request_id!r} is finished and cannot be forked")
@@ -662,20 +626,20 @@ class Scheduler:
             self._running.states.copy(request, child, after_step=after_step)
 
     def hold(self, request: Request, reason: int = NO_MASK) -> None:
-        """Hold a request: it computes nothing until it is released, as its reader is slow or its mask is not
-        ready.
+        """Pause a request until `release`, because its reader is slow or its grammar mask is not ready.
 
         A running request keeps its seat and its blocks. It is preempted if a running request needs blocks, or
         if another request waits after held_for_s; such a preemption does not count towards max_preemptions. A
         waiting request is not admitted. Steps in flight may still give a held request a token.
 
-        reason: SLOW_READER or NO_MASK. The request is held until it is released for every reason.
+        reason: SLOW_READER or NO_MASK. If both reasons apply, the request continues after the release of
+            both.
         """
         if request.status is not RequestStatus.FINISHED:
             self._set_held(request, request.held | reason)
 
     def release(self, request: Request, reason: int = NO_MASK) -> None:
-        """Release a held request, unless it is also held for another reason."""
+        """Remove one reason for holding a request. The request continues if it was the last reason."""
         self._set_held(request, request.held & ~reason)
 
     def _set_held(self, request: Request, held: int) -> None:
@@ -697,7 +661,7 @@ class Scheduler:
         self._end(request, "abort", message, kind)
 
     def complete(self, request: Request) -> None:
-        """End a request that no step computes, running or waiting, because nothing can follow its output."""
+        """End a request whose grammar allows no further token. No step may be computing it."""
         self._end(request, "stop")
         self.counters.num_finished += 1
 
@@ -731,11 +695,11 @@ class Scheduler:
         longest: int = 1,
         contents: Sequence[Content] = (),
     ) -> int:
-        """Pin a prefix's cached blocks. Return how many tokens they hold; 0 if nothing was pinned.
+        """Pin the cached blocks of a prefix. Return how many tokens they hold; 0 if nothing was pinned.
 
         Nothing is pinned if no block is cached, or if a live request would not fit in the other blocks.
 
-        longest: maximum tokens of a request that was made but not added yet.
+        longest: the maximum number of tokens of requests that are not in the queue yet.
         """
         manager = self.block_manager
         num_tokens = manager.pin(name, token_ids, namespace, contents)

@@ -13,9 +13,9 @@ SELDOM = 4
 
 
 class SettledSeat(NamedTuple):
-    """A seat whose state sees the rest of its last run of drafts before states are moved.
+    """A seat whose unapplied tokens are applied to its state before states are moved.
 
-    num_unapplied: how many tokens, the last ones before num_computed.
+    num_unapplied: how many tokens before num_computed are unapplied.
     """
 
     seat: int
@@ -48,12 +48,12 @@ class StateMoves:
         self._settled: list[SettledSeat] = []
 
     def end_run(self, request: Request, num_right: int) -> None:
-        """Record how many tokens of a run were right, the one before its drafts included."""
+        """Record how many tokens of a run are final. The token before the run's drafts counts too."""
         if num_right:
             self.unapplied[request] = num_right
 
     def forget(self, request: Request) -> None:
-        """Forget what is unapplied of a request that gives its seat up."""
+        """Forget the unapplied tokens of a request that releases its seat."""
         self.unapplied.pop(request, None)
 
     def _settle(self, request: Request) -> None:
@@ -70,14 +70,14 @@ class StateMoves:
         (self._later if after_step else self._moves).append((request.seat, child.seat))
 
     def swap_out(self, request: Request) -> None:
-        """Move the state of a request to host memory, as its blocks are swapped out."""
+        """Copy the state of a request to host memory, because its blocks are swapped out."""
         slot = request.blocks.host_state
         assert slot is not None, "blocks were swapped out without a state"
         self._settle(request)
         self._moves.append((request.seat, self._num_slots + slot))
 
     def begin(self, request: Request) -> None:
-        """Give a request that has taken a seat the state that its first step begins with, if there is one."""
+        """Load the state of a request that took a seat, if a snapshot or the host memory has it."""
         seq = request.blocks
         if seq.host_state is not None:
             slot = self._manager.take_host_state(seq)
@@ -90,7 +90,7 @@ class StateMoves:
     # Snapshots
 
     def leave(self, request: Request, end: int) -> None:
-        """Leave a snapshot where a prompt's chunk ends, if it is to be there. Its blocks are registered."""
+        """Store a snapshot at the end of a prompt's chunk, whose blocks are registered, if one is due."""
         seq = request.blocks
         if self._snapshots is None or self._snapshots.place_after(seq, request.num_computed_tokens) != end:
             return
@@ -100,7 +100,7 @@ class StateMoves:
             self._later.append((request.seat, self._num_seats + slot))
 
     def roll(self, request: Request) -> None:
-        """Replace the rolling state of a request behind its prompt if its next step begins a block."""
+        """Replace the rolling state of a decoding request if its next step begins a block."""
         seq = request.blocks
         num_tokens = request.num_computed_tokens
         snapshots = self._snapshots
@@ -119,9 +119,9 @@ class StateMoves:
             self._moves.append((request.seat, self._num_seats + slot))
 
     def keep(self, request: Request) -> None:
-        """Make a snapshot of what a request has that ends, or is preempted, behind its last registered block.
+        """Store a snapshot behind the last registered block of a request that ends or is preempted.
 
-        No step in flight computes the request. It still has its seat and its blocks.
+        No step in flight may compute the request, which still has its seat and its blocks.
         """
         seq = request.blocks
         snapshots = self._snapshots
@@ -165,7 +165,7 @@ class StateMoves:
     # Steps
 
     def take(self, schedule: Schedule) -> None:
-        """Put the moves into a step that will be launched."""
+        """Write the moves into a schedule whose step will be launched."""
         schedule.state_moves = self._moves
         self._moves = self._later
         self._later = []
@@ -178,7 +178,7 @@ class StateMoves:
             self._snapshots.launch()
 
     def clear(self) -> None:
-        """Forget the moves, because all requests will be recomputed."""
+        """Drop all moves, because all requests will be recomputed."""
         self._moves = []
         self._later = []
         self._settled = []

@@ -100,7 +100,7 @@ class EngineStats:
     graph_seconds: float = 0.0
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """Return these stats plus the totals of the earlier engine that this engine replaced."""
+        """Return these stats with the totals of the engine that this engine replaced added to them."""
         whole = EngineStats.total([earlier, self])
         totals: dict[str, Any] = {name: getattr(whole, name) for name in TOTAL_FIELDS}
         return replace(self, **totals)
@@ -112,11 +112,11 @@ class EngineStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The mean number of tokens per verified draft: its accepted tokens and one more."""
+        """The mean number of tokens that a verified draft gives: the accepted ones and one more."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
 
     def at_rest(self) -> EngineStats:
-        """Return the stats of an engine that has ended: its totals, with no requests and no used blocks."""
+        """Return the stats of an engine that has ended: its totals, without requests and used blocks."""
         gauges = ("num_running", "num_waiting", "num_queued_tokens", "num_used_blocks", "num_cached_blocks")
         zeros: dict[str, Any] = dict.fromkeys(
             (*gauges, "num_snapshots", "num_pinned_blocks", "num_used_host_blocks", "utilization", "waste"), 0
@@ -154,9 +154,9 @@ class EngineStats:
         exchange_seconds: float = 0.0,
         graphs: tuple[int, int, float] = (0, 0, 0.0),
     ) -> EngineStats:
-        """Collect the figures of a scheduler and its blocks.
+        """Collect the stats of a scheduler and its block manager.
 
-        parameters: the model's number of parameters, and of active parameters.
+        parameters: the model's number of parameters, and the number of active ones.
         exchange_seconds: how long steps waited for the model's other processes.
         graphs: the number of CUDA graphs, and the bytes and seconds that capturing at the start took.
         """

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 def num_uncut(uncut: Sequence[tuple[int, int]], start: int, num_new: int, budget: int) -> int:
-    """Return how many tokens from `start` on to compute, so that the last one ends no run within it.
+    """Return how many tokens from `start` on to compute, so that the chunk ends within no range of `uncut`.
 
-    uncut: the runs [first, end), in order.
-    num_new: how many could be computed otherwise. budget: the most, if a run needs more than that.
+    uncut: ranges [first, end) of tokens that must be computed in one step, in order.
+    num_new: the size of the chunk without this rule.
+    budget: the maximum size if a range needs a larger chunk.
     """
     end = start + num_new
     for first, stop in uncut:
@@ -21,5 +22,5 @@ def num_uncut(uncut: Sequence[tuple[int, int]], start: int, num_new: int, budget
 
 
 def num_needed(uncut: Sequence[tuple[int, int]], start: int) -> int:
-    """Return how many tokens from `start` on must be computed in one step."""
+    """Return how many tokens from `start` on must be computed together in one step."""
     return next((stop - start for first, stop in uncut if first <= start < stop), 1)

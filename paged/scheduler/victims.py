@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request
 from .policies import Fair
 from .policy import Holdings
 from .running import RunningSet
-from .waiting import Need, Room
+from .waiting import Need, Room, WaitingQueue
 
 
 def victims_for(
@@ -49,12 +50,35 @@ class AboveShare:
         self._running = running
         self._manager = manager
 
+    def make_room(
+        self, room: Room, queue: WaitingQueue, are_settled: Callable[[list[Request]], bool]
+    ) -> Iterator[Request]:
+        """Yield the requests to preempt for the first waiting requests of tenants below their share.
+
+        room: the seats, blocks and tokens of an empty step.
+        are_settled: returns whether no step in flight has any of these requests.
+        """
+        now = self._running.holdings()
+        if not self._fair.any_is_above(now):
+            return
+        for request in self._running.requests:
+            room = room.minus(self._running.claim(request))
+        left = Holdings(self._running.requests)
+        for head in self._fair.heads_below_share(now):
+            found = self.victims(queue.need(head), room, left)
+            if found is None:
+                return  # others behind this one could only take its place
+            victims, room = found
+            if not are_settled(victims):
+                return
+            yield from victims
+
     def victims(self, need: Need, room: Room, left: Holdings) -> tuple[list[Request], Room] | None:
-        """Choose requests to preempt for a head, the youngest first; None if it could still not run.
+        """Choose requests to preempt for a waiting one, the youngest first; None if it still could not run.
 
-        left: what tenants hold, from which the victims' part is subtracted.
+        left: what tenants hold. The holdings of the chosen requests are subtracted from it.
 
-        Returns also the room that is left when the head runs.
+        Returns the requests, and the room that is left when the waiting request runs.
         """
         gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
         victims = list[Request]()
@@ -77,9 +101,10 @@ class AboveShare:
         return victims, room.minus(Room(num_new, need.num_seats, is_partial, need.num_blocks))
 
     def youngest(self, request: Request) -> Request | None:
-        """Return the youngest request of a tenant above its share of blocks; of the request's own if it is.
+        """Return the youngest running request of a tenant above its share of blocks; None if no tenant is.
 
-        The oldest of all requests is never returned, so that it gets on. None: shares do not say who yields.
+        If the tenant of `request` is above its share, only its requests are considered. The oldest of all
+        running requests is never returned, so that it makes progress.
         """
         holdings = self._running.holdings()
         tenant = request.inputs.tenant

@@ -34,7 +34,7 @@ class Backlog:
         self._num_parts = 0
 
     def keeps(self, request: Request) -> bool:
-        """Return whether to hold a request back, because another part of its call waits in the queue."""
+        """Return whether to hold a request back, because another part of its call is in the queue."""
         call = request.inputs.part_of
         if not call or request.ran_before:
             return False
@@ -46,7 +46,7 @@ class Backlog:
         return True
 
     def discard(self, request: Request) -> bool:
-        """Drop a part that has ended. Return whether it was held back."""
+        """Remove a part that has ended. Return whether it was held back."""
         parts = self._parts.get(request.inputs.part_of)
         if parts is None or request not in parts:
             return False
@@ -55,7 +55,7 @@ class Backlog:
         return True
 
     def next_after(self, request: Request) -> Request | None:
-        """Return the part that may now join the queue after `request` has left it; None if there is none."""
+        """Return the part that joins the queue after `request` has left it; None if there is none."""
         call = request.inputs.part_of
         if self._queued.get(call) is not request:
             return None
@@ -89,11 +89,13 @@ class Backlog:
 
 
 class Need(NamedTuple):
-    """What a waiting request needs in order to run.
+    """The tokens, seats and blocks that a waiting request needs in order to run.
 
-    hits: the cached blocks that the request begins with, for each layer group; None if it is swapped in.
-    num_computed_tokens: how many of its tokens are in these blocks. num_missing_tokens: how many are not.
-    most_new: the most tokens of its first step, so that this ends where its state is to be kept.
+    hits: the cached blocks that the request begins with, for each layer group; None if the request is swapped
+        in.
+    num_computed_tokens: how many of its tokens these blocks hold.
+    num_missing_tokens: how many tokens are left to compute.
+    most_new: the maximum number of tokens in its first step, which ends where a snapshot is due.
     """
 
     hits: list[list[BlockId]] | None
@@ -105,11 +107,11 @@ class Need(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The seats, blocks and tokens that a step has left, or that one request takes.
+    """The tokens, seats and blocks that a step has left, or that one request takes.
 
-    num_seats: how many requests may run. num_partial: how many prompts may stay incomplete, see
-        max_num_partial_prefills.
-    num_blocks: infinite for a request that has the pool to itself, since every request fits there.
+    num_seats: how many requests may run.
+    num_partial: how many prompts may stay incomplete; see max_num_partial_prefills.
+    num_blocks: infinite if the request has the pool to itself, because every request fits there.
     """
 
     num_tokens: int
@@ -126,7 +128,7 @@ class Room(NamedTuple):
         return Room(*map(operator.sub, self, other))
 
     def first_chunk(self, need: Need, max_chunk: int) -> int:
-        """Return the number of tokens with which a request can begin; 0 if it cannot run."""
+        """Return how many tokens a request can compute first in this room; 0 if it cannot run."""
         num_new = min(need.num_missing_tokens, need.most_new, max_chunk, self.num_tokens)
         in_part = num_new < need.num_missing_tokens
         if need.num_seats > self.num_seats or need.num_blocks > self.num_blocks:
@@ -135,7 +137,7 @@ class Room(NamedTuple):
 
 
 def num_tokens_ahead(request: Request) -> int:
-    """Count the tokens that need blocks before a request runs or continues its prompt."""
+    """Count the tokens for which a request needs blocks before it runs or continues its prompt."""
     # The last token is only sampled, never computed.
     last = request.inputs.max_total_tokens - 1
     return last if request.protected else min(request.num_tokens + request.num_pending + 1, last)
@@ -218,7 +220,7 @@ class WaitingQueue:
             self._policy.push(following)
 
     def head_for(self, room: Room) -> tuple[Request, Need, int] | None:
-        """Return the head, its need, and how many tokens it begins with; None if the room is too small."""
+        """Return the head, its need, and the size of its first chunk; None if the room is too small."""
         # While this stays the same, the head needs no less than before.
         snapshots = self._manager.snapshots
         num_made = 0 if snapshots is None else snapshots.num_made
@@ -240,7 +242,7 @@ class WaitingQueue:
         return request, need, num_new
 
     def reconsider(self) -> None:
-        """Compute the head's need again, since it may be lower now."""
+        """Forget the stored need of the head, because it may be lower now."""
         self._refused = None
 
     def need(self, request: Request) -> Need:
@@ -257,7 +259,7 @@ class WaitingQueue:
         return Need(hits, computed, request.num_tokens - computed, num_seats, num_blocks, most_new)
 
     def check(self) -> None:
-        """Check that parts of calls are held back as they should be."""
+        """Check that the backlog and the queue hold the parts of calls that they should."""
         self._backlog.check([*self._policy])
 
     def __len__(self) -> int:
@@ -269,7 +271,7 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """A heap of live requests with deadlines. Finished ones are dropped when they outnumber the rest."""
+    """A heap of requests with deadlines. Finished requests are dropped once they outnumber the live ones."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

@@ -79,10 +79,11 @@ class PlannedDevice:
 
 
 class PackedStart(NamedTuple):
-    """What a start does with packed weights.
+    """Whether a start finds packed weights on disk, and the seconds that it saves if so.
 
-    is_kept: whether an earlier start stored them, as far as is known without reading the checkpoint.
-    packing_s: how long that start took to pack them.
+    is_kept: whether an earlier start has stored packed weights for this model and these options. The
+        checkpoint's weights are not compared.
+    packing_s: the seconds that the earlier start took to pack the weights; None if no start has.
     """
 
     is_kept: bool
@@ -90,7 +91,7 @@ class PackedStart(NamedTuple):
 
     @classmethod
     def of(cls, footprint: Footprint) -> Self | None:
-        """Return what a start on this machine does with packed weights; None if packing takes no time."""
+        """Look for the packed weights of an engine on this machine. Return None if it never stores any."""
         sizes = footprint.sizes
         model = sizes.model.for_context(sizes.max_model_len)
         opened = open_model(sizes, model, footprint.device, footprint.directory, footprint.kernels)

@@ -55,9 +55,10 @@ def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[NamedI
 
 
 def image_of(name: str, part: Mapping[str, Any]) -> NamedImage:
-    """Return the image of a part of a message. Raises RequestError, which names what is wrong.
+    """Decode the image in a part of a message. Raises RequestError, which names the wrong field.
 
-    name: its path in the messages; a part may have another one as "place".
+    name: the path of the part in the request, such as messages[0].content[1], for errors. If the part has a
+        "place", that path is used instead.
     """
     if "place" in part:
         name = str(part["place"])

@@ -202,7 +202,10 @@ class PromptParser:
         return wholes
 
     def check_vocabulary(self, name: str, token_ids: Sequence[int]) -> None:
-        """Raise RequestError, naming the argument, if a token id is not in the model's vocabulary."""
+        """Check that all token ids are in the model's vocabulary. Raises RequestError for the first wrong id.
+
+        name: the name of the argument that holds the ids, for the error.
+        """
         vocab_size = self.model_config.vocab_size
         # Of a long prompt, one id after another would take longer than its tokenization.
         if {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:

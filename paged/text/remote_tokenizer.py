@@ -11,8 +11,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ..base.errors import RequestError
-from .tokenizer_bounds import PIPELINE, why_unbounded, why_undecodable
+from .tokenizer_bounds import why_unbounded, why_undecodable
 from .tokenizer_files import allowed_roots
+from .tokenizer_published import PIPELINE
 from .tokenizer_source import Source
 from .worker import Worker, WorkerLimits, Workers
 

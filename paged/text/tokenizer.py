@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..base.errors import CheckpointError, RequestError
+from ..checkpoints.tokenizer_patterns import RUNS
 from .tokenizer_files import (
     DirectTokenizer,
     check_tokenizer,
@@ -20,6 +21,7 @@ from .tokenizer_files import (
     may_load_here,
     source_of,
 )
+from .tokenizer_published import has_published_parts, parts_of
 from .tokenizer_source import PROBE, is_panic
 
 if TYPE_CHECKING:
@@ -145,8 +147,6 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a directory. Raises CheckpointError for files that are missing or wrong."""
-        from .tokenizer_bounds import parts_of
-
         check_tokenizer(directory)
         self.directory = directory
         # Its thread pool deadlocks in forked children and gains nothing on single prompts.
@@ -169,12 +169,10 @@ class Tokenizer:
 
     def _loaded(self) -> Any:
         """Return the tokenizer. It runs in this process if its time and memory are known to be bounded."""
-        from .tokenizer_bounds import parts_of, why_unbounded
-
         source = source_of(self.directory)
         if may_load_here(source):
             found = DirectTokenizer.of(self.directory) or self.hf
-            if why_unbounded(parts_of(found.backend_tokenizer), has_model=False) is None:
+            if _has_bounded_parts(found.backend_tokenizer):
                 return found
             self.__dict__.pop("hf", None)
         from .remote_tokenizer import RemoteTokenizer
@@ -216,26 +214,12 @@ class Tokenizer:
         return {self.token_text(token_id): token_id for token_id in self.special_token_ids}
 
     @cached_property
-    def _vocabulary(self) -> dict[str, int]:
+    def vocabulary(self) -> dict[str, int]:
         """The ids of all tokens by their names; empty if the tokenizer runs in a separate process."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
             return dict(backend.get_vocab(with_added_tokens=True))
         return {} if self._why_remote is not None else dict(self._tokenizer.get_vocab())
-
-    def difference_from(self, other: Tokenizer) -> str:
-        """Describe how another tokenizer's tokens differ from this tokenizer's; "" if they are equal."""
-        if len(self) != len(other):
-            return f"it has {len(other):,} tokens, not {len(self):,}"
-        ours = self._vocabulary
-        theirs = other._vocabulary
-        if ours != theirs:
-            token = min(ours.items() ^ theirs.items(), key=lambda entry: (entry[1], entry[0]))[0]
-            return f"token {token!r} is {theirs.get(token, 'missing')}, not {ours.get(token, 'missing')}"
-        if self.special_token_ids != other.special_token_ids:
-            token_id = min(self.special_token_ids ^ other.special_token_ids)
-            return f"token {token_id} is special in one of them only"
-        return ""
 
     @property
     def chat_templates(self) -> dict[str, str]:
@@ -364,6 +348,16 @@ def _damaged(directory: Path, error: BaseException) -> BaseException:
     return damaged_tokenizer(directory, error) if _is_of_library(error) else error
 
 
+def _has_bounded_parts(backend: Any) -> bool:
+    """Return whether the time of a tokenizer's parts besides its model is known to be bounded."""
+    parts = parts_of(backend)
+    if has_published_parts(parts):
+        return True
+    from .tokenizer_bounds import why_unbounded
+
+    return why_unbounded(parts, has_model=False) is None
+
+
 def _is_local(parts: Mapping[str, Any]) -> bool:
     """Return whether the first tokens of a text do not depend on text far after them.
 
@@ -371,8 +365,6 @@ def _is_local(parts: Mapping[str, Any]) -> bool:
 
     parts: empty if unknown.
     """
-    from ..checkpoints.tokenizer_patterns import RUNS
-
     if not parts:
         return False
     removing = [parts["normalizer"]]

@@ -6,7 +6,6 @@ is not understood runs in a worker: the library panics, aborts or never returns 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from math import ceil, prod
 from typing import Any
@@ -15,7 +14,6 @@ from ..checkpoints.tokenizer_patterns import PUBLISHED
 
 Part = Mapping[str, Any]
 
-PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 MAX_GROWTH = 64  # bytes that the parts may make of each byte
 MAX_STEPS = 16  # of a sequence
 MAX_ADDED_CHARACTERS = 2**20  # of all added tokens together: the library makes an automaton of them
@@ -94,12 +92,6 @@ def why_undecodable(description: Mapping[str, Any]) -> str | None:
     return why_unbounded(
         {"model": table, **{name: description[name] for name in ("decoder", "added_tokens")}}
     )
-
-
-def parts_of(backend: Any) -> dict[str, Any]:
-    """Return the description of a tokenizer of the tokenizers library, without model and added tokens."""
-    parts = {name: getattr(backend, name) for name in PIPELINE}
-    return {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
 
 
 def _growth(part: Part | None, steps: str, growth_of: Callable[[Part], int]) -> int:

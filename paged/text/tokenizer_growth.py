@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .tokenizer_source import MOST_OF_TOKEN
+
 Part = Mapping[str, Any]
 
 MOST_DECODED = 64  # bytes of text for each byte of a token's name
 MOST_GROWTH = 4096  # bytes of what is tokenized for each byte of a text; a worker is for what is less
-MOST_OF_TOKEN = 2**16  # bytes of one token's text
 MOST_ADDED = 1024  # tokens that post-processors add to a text
 MOST_STEPS = 64
 # The forms of Unicode: together, one after the other, they make at most so many bytes of one.

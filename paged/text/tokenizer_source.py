@@ -12,6 +12,7 @@ PROBE = (
     + "ﬁ½ﷺ x"
 )
 
+MOST_OF_TOKEN = 2**16  # bytes of one token's text
 # Classes of transformers that take all from tokenizer.json.
 GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 

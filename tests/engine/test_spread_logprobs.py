@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paged import LLMEngine, RequestOutput, SamplingParams
-from paged.engine import core
+from paged.engine import logprob_turns
 from paged.engine.request_factory import RequestSpec
 from paged.requests.request import RequestGroup
 from paged.server import frames
@@ -74,9 +74,9 @@ class Watch:
         monkeypatch.setattr(engine.runner, "execute", executed)
         monkeypatch.setattr(engine.core, "step", stepped)
         monkeypatch.setattr(engine.core.outputs, "decode_logprobs", noted)
-        monkeypatch.setattr(core, "CANDIDATES_OF_STEP", 24)
-        monkeypatch.setattr(core, "CANDIDATES_ALONE", 24)
-        monkeypatch.setattr(core, "CANDIDATES_OF_EACH", 4)
+        monkeypatch.setattr(logprob_turns, "CANDIDATES_OF_STEP", 24)
+        monkeypatch.setattr(logprob_turns, "CANDIDATES_ALONE", 24)
+        monkeypatch.setattr(logprob_turns, "CANDIDATES_OF_EACH", 4)
 
 
 @pytest.mark.parametrize("params", REPORTS.values(), ids=[*REPORTS])

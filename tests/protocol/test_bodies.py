@@ -375,6 +375,7 @@ def test_every_error_of_a_parameter_carries_it():
     """None is guessed from the words of its message, such as "roles must alternate user/assistant"."""
     for path in (
         "options/sampling_params",
+        "options/logits",
         "engine/request_factory",
         "requests/contradictions",
         "requests/tokenized_rules",

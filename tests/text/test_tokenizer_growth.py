@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -12,8 +12,11 @@ import tokenizers
 from tokenizers.normalizers import Normalizer
 
 from paged.base.errors import CheckpointError
+from paged.checkpoints.tokenizer_patterns import CL100K
 from paged.text.tokenizer import Tokenizer
+from paged.text.tokenizer_bounds import why_unbounded
 from paged.text.tokenizer_growth import growth, why_growing
+from paged.text.tokenizer_published import is_published
 from paged.text.worker import Worker
 from tests.text.test_hostile_tokenizers import BPE, FLAGS, description, replace, split, template, write
 
@@ -181,3 +184,78 @@ def test_files_without_sense_are_left_to_other_checks():
     for parts in ({"decoder": {"type": 5}}, {"decoder": []}, {"model": {"vocab": 3}}, {"normalizer": "x"}):
         assert why_growing(description(**parts)) is None
     assert why_growing({}) is None
+
+
+# Parts of published tokenizers, and parts that differ from them in one place.
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+TO_SPACE = [replace("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+AT_SPACE = {**split(""), "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+BOS = template("<s>", "A", **{"<s>": special("<s>", 1)})
+DRAWN_PARTS: dict[str, list[Any]] = {
+    "normalizer": [
+        None,
+        {"type": "NFC"},
+        in_turn("normalizers", {"type": "Prepend", "prepend": "▁"}, replace(" ", "▁")),
+        replace(" ", "▁"),
+        {"type": "Strip"},
+        replace(" ", ""),
+    ],
+    "pre_tokenizer": [
+        None,
+        BYTE_LEVEL,
+        AT_SPACE,
+        in_turn("pretokenizers", split(CL100K), BYTE_LEVEL),
+        in_turn("pretokenizers", {"type": "Digits", "individual_digits": True}, BYTE_LEVEL),
+        in_turn("pretokenizers", split("(a+)+$"), BYTE_LEVEL),
+        in_turn("pretokenizers", *[BYTE_LEVEL] * 9),
+        in_turn("pretokenizers", *[split(CL100K)] * 16, BYTE_LEVEL),
+    ],
+    "decoder": [
+        BYTE_LEVEL,
+        in_turn("decoders", *TO_SPACE, STRIP),
+        in_turn("decoders", *TO_SPACE),
+        in_turn("decoders", *TO_SPACE, {**STRIP, "stop": 1}),
+        replace("▁", "x" * 99),
+        None,
+    ],
+    "post_processor": [
+        None,
+        BYTE_LEVEL,
+        BOS,
+        in_turn("processors", BYTE_LEVEL, BOS),
+        template("<s>", "A"),
+        template("A", "A"),
+        template("<s>", "A", **{"<s>": special("<s>", 200)}),
+        in_turn("processors", BOS, in_turn("processors", BOS)),
+    ],
+    "model": [
+        BPE,
+        {**BPE, "unk_token": None},
+        {**BPE, "unk_token": "[UNK]"},
+        {**BPE, "continuing_subword_prefix": "##"},
+        {**BPE, "vocab": {"<unk>": 0, "a" * 40_000: 1}},
+        {"type": "Unigram", "vocab": [["a", -1.0]], "unk_id": None},
+    ],
+    "added_tokens": [
+        [],
+        [{"id": 0, "content": "<unk>", **FLAGS, "special": True}],
+        [{"id": 0, "content": "", **FLAGS, "special": True}],
+        [{"id": 0, "content": "x" * 2**21, **FLAGS, "special": True}],
+    ],
+}
+
+
+def test_what_is_published_is_bounded():
+    """Of each combination: what is accepted without an analysis is accepted by the analysis too."""
+    accepted = []
+    for chosen in product(*DRAWN_PARTS.values()):
+        found = description(**dict(zip(DRAWN_PARTS, chosen, strict=True)))
+        if is_published(found):
+            accepted.append(found)
+            assert why_unbounded(found) is None
+            assert why_growing(found) is None
+    chains = {repr((found["normalizer"], found["pre_tokenizer"], found["decoder"])) for found in accepted}
+    # Three chains of bytes, each without and with NFC, and two of SentencePiece.
+    assert (len(chains), len(accepted)) == (8, 8 * 4 * 2 * 2)
+    assert not is_published({})
+    assert not is_published({**accepted[0], "decoder": 5})

@@ -8,7 +8,8 @@ from torch import Tensor
 from ...checks import check_contiguous, check_device, check_shape, check_tensor, is_trusted
 from ..launch.huge_pages import in_huge_pages
 from ..linear.linear import WeightsOfRows, multiply
-from ..linear.panels import Panels, check_bias, check_panels, check_result_dtype
+from ..linear.panel_checks import check_bias, check_panels
+from ..linear.panels import Panels, check_result_dtype
 from ..rows.take_rows import take_rows
 
 _CPU = torch.device("cpu")

@@ -20,9 +20,7 @@ from ..target import HAS_DOT, HAS_TILES, INPUTS, LANES
 from .panels import (
     OUT_KINDS,
     Panels,
-    check_bias,
     check_outputs,
-    check_panels,
     check_result_dtype,
     check_weight,
     num_panels_of,
@@ -139,6 +137,8 @@ def linear(
     wrong shape or dtype.
     """
     if not is_trusted():
+        from .panel_checks import check_bias, check_panels
+
         check_panels(weight)
         check_bias(weight, bias)
         check_result_dtype(torch.float32 if dtype is None else dtype)

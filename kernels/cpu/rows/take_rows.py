@@ -17,7 +17,7 @@ from ..formats import (
     expanded_bytes,
 )
 from ..launch.tasks import Task
-from ..linear.panels import Panels, check_panels, check_result_dtype, from_parts
+from ..linear.panels import Panels, check_result_dtype, from_parts
 from ..target import LANES, VECTOR_BYTES
 
 _CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ TAKE_PANEL_ROWS = Task(
 
 @checked
 def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the rows i64[m] of a table [n, size]: [m, size]; see `reference.take_rows`."""
+    """Look up rows of a table [n, size] by their indices: i64[m] -> [m, size]; see `reference.take_rows`."""
     if not table.is_cpu:
         raise ValueError(f"table must be on cpu, got {table.device}")
     if table.stride(1) != 1:
@@ -46,7 +46,7 @@ def take_rows(table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tens
 
 
 def widen_rows(table: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows i64[m] of a contiguous 16-bit table [n, size] in float32: f32[m, size]."""
+    """Look up rows of a contiguous 16-bit table [n, size] and convert them to float32: f32[m, size]."""
     if not is_trusted():
         from ...arguments import check_call
 
@@ -72,11 +72,13 @@ def _take_rows(table: Tensor, indices: Tensor, out: Tensor, kind: int) -> Tensor
 
 
 def take_panel_rows(panels: Panels, indices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows i64[m] of a packed weight: [m, in_features].
+    """Look up rows of a packed weight by their indices: i64[m] -> [m, in_features].
 
     dtype: the dtype of the result, which must hold the weight's numbers exactly.
     """
     if not is_trusted():
+        from ..linear.panel_checks import check_panels
+
         check_panels(panels)
         check_result_dtype(dtype)
         check_shape("indices", indices, (None,), torch.int64)

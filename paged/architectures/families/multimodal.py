@@ -27,11 +27,12 @@ class TextPart(NamedTuple):
 
 
 class Multimodal(NamedTuple):
-    """One entry of MULTIMODAL: an architecture around a native text model.
+    """An entry of MULTIMODAL: an architecture that contains a text model which is supported here.
 
-    text: the text models by text_config's model_type; without a model_type, the first is taken.
-    names: the names of tensors in the checkpoint.
-    placeholders: keys of config.json with tokens that stand for images, audio or video, and their defaults.
+    text: the text models by the model_type in text_config. If text_config has none, the first is taken.
+    names: the names of the tensors in the checkpoint.
+    placeholders: the keys of config.json that hold token ids which stand for images, audio or video, and
+        the default of each key.
     """
 
     model_type: str
@@ -272,3 +273,22 @@ def placeholders_of(known: Multimodal, hf: Config) -> tuple[tuple[int, str], ...
         if token_id is not None:
             found[check_int(CheckpointError, name, token_id, 0, CEILINGS["vocab_size"])] = name
     return tuple(found.items())
+
+
+def names_around(outer: TensorNames, text: TensorNames) -> TensorNames:
+    """Return names for a checkpoint around the model `text`, which also skip what `text` skips."""
+    skipped = tuple(
+        theirs + name[len(ours) :]
+        for theirs, ours in outer.prefixes
+        for name in text.skipped_prefixes
+        if name.startswith(ours)
+    )
+    parts = outer.parts + text.parts
+    stacks = outer.stacks + text.stacks
+    return replace(
+        outer,
+        skipped_prefixes=outer.skipped_prefixes + skipped,
+        parts=parts,
+        stacks=stacks,
+        only_stacks=text.only_stacks,
+    )

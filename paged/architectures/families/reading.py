@@ -6,7 +6,6 @@ that of transformers 5.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from ..spec import (
     NormSpec,
     RopeConfig,
 )
+from .rope_numbers import rope_number
 
 Config = Mapping[str, Any]
 # Bounds on what a damaged or hostile config.json can make us allocate or loop over.
@@ -139,8 +139,6 @@ def window_of(hf: Config) -> int | None:
 
 # Beyond these no rotary embedding makes sense, and float32 overflows.
 MAX_ROPE_THETA = 1e12
-MAX_ROPE_FACTOR = 1e4
-MIN_ROPE_NUMBER = 1e-6
 # The keys that each type of rope scaling requires.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -192,7 +190,7 @@ def read_rope(
     rotary_dim = _rotary_dim(hf, rope, partial)
     optional = {"yarn": NUMBERS, "proportional": ("factor",)}
     needed = [*ROPE_TYPES[kind], *optional.get(kind, ())]
-    values = {key: _number(rope, key) for key in NUMBERS if key in needed and key in rope}
+    values = {key: rope_number(rope, key) for key in NUMBERS if key in needed and key in rope}
     if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
         raise CheckpointError(
             f"high_freq_factor {values['high_freq_factor']:g} must be more than low_freq_factor "
@@ -204,11 +202,15 @@ def read_rope(
     most = size(hf, "max_position_embeddings")
     known = size(rope, trained) if rope.get(trained) else most
     if kind == "yarn":
-        more = _yarn(rope, values)
+        from .scaled_ropes import yarn
+
+        more = yarn(rope, values)
     elif kind == "longrope":
+        from .scaled_ropes import longrope
+
         known = size(hf, trained) if hf.get(trained) else known
-        more = _longrope(hf, rope, known, rotary_dim or head_dim_of(hf))
-    theta = _number(rope, "rope_theta", MAX_ROPE_THETA)
+        more = longrope(rope, known, most, rotary_dim or head_dim_of(hf))
+    theta = rope_number(rope, "rope_theta", MAX_ROPE_THETA)
     if kind == "yarn" and theta <= 1:
         raise CheckpointError(f"rope_theta must be above 1 for yarn rope, got {theta:g}")
     shape = {"rotary_dim": rotary_dim, "interleaved": interleaved, trained: known}
@@ -231,58 +233,6 @@ def _rotary_dim(hf: Config, rope: Config, partial: bool) -> int | None:
             f"it must be an even number of at least 4"
         )
     return rotary_dim
-
-
-def _yarn(rope: Config, values: dict[str, float]) -> dict[str, Any]:
-    """Return yarn's further fields (Peng et al. 2023, and DeepSeek's mscale)."""
-    factor = values["factor"]
-    scales = [rope.get(key) for key in ("mscale", "mscale_all_dim")]
-    found: dict[str, Any] = {"truncate": check_bool(CheckpointError, "truncate", rope.get("truncate", True))}
-    if "attention_factor" not in values:
-        found["attention_factor"] = _mscale(factor, 1.0)
-        if all(scales):
-            above, below = (_number(rope, key) for key in ("mscale", "mscale_all_dim"))
-            found["attention_factor"] = _mscale(factor, above) / _mscale(factor, below)
-    fast = values.get("beta_fast", 32.0)
-    slow = values.get("beta_slow", 1.0)
-    if fast < slow:
-        raise CheckpointError(f"beta_fast {fast:g} must be at least beta_slow {slow:g}")
-    return found
-
-
-def _mscale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0
-
-
-def _longrope(hf: Config, rope: Config, trained: int, rotary_dim: int) -> dict[str, Any]:
-    """Return longrope's further fields (Ding et al. 2024)."""
-    found: dict[str, Any] = {}
-    for key in ("short_factor", "long_factor"):
-        values = rope[key]
-        if not isinstance(values, list) or len(values) != rotary_dim // 2:
-            raise CheckpointError(f"{key} must be a list of {rotary_dim // 2} numbers, got {shown(values)}")
-        numbers = [_positive(key, n) for n in values]
-        found[f"{key}s"] = tuple(numbers)
-    if rope.get("attention_factor") is not None:
-        return {**found, "attention_factor": _number(rope, "attention_factor")}
-    factor = size(hf, "max_position_embeddings") / trained
-    if rope.get("factor") is not None:
-        factor = _number(rope, "factor")
-    if factor > 1:
-        if trained < 2:
-            raise CheckpointError(f"original_max_position_embeddings must be at least 2, got {trained}")
-        found["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(trained))
-    return found
-
-
-def _number(rope: Config, name: str, most: float = MAX_ROPE_FACTOR) -> float:
-    return _positive(name, rope[name], most)
-
-
-def _positive(name: str, value: Any, most: float = MAX_ROPE_FACTOR) -> float:
-    """Return a number whose powers and reciprocals float32 represents."""
-    check_number(CheckpointError, name, value, 0, most, above=True)
-    return check_number(CheckpointError, name, value, MIN_ROPE_NUMBER)
 
 
 CHECKPOINT_DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -146,7 +146,7 @@ class KVCache:
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
-        """The tensors of this cache, and the draft model's tensors under other names."""
+        """The tensors of this cache and, under other names, those of the draft model's cache."""
         of_draft = {} if self.draft is None else self.draft.tensors
         return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 

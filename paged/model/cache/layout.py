@@ -13,7 +13,7 @@ from ..part import ModelPart
 
 
 class Place(NamedTuple):
-    """Where the K or the V of a layer begins in a block."""
+    """The position of a layer's K or V in a block."""
 
     plane: int
     offset: int  # in a block of that plane, in numbers
@@ -36,9 +36,9 @@ class CacheLayout:
 
     @classmethod
     def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
-        """Lay out the cache of a model, or of a part of it, under the block tables of the whole model.
+        """Lay out the cache of a model, or of a part of it. Blocks are numbered as in the whole model.
 
-        A shard stores only its own heads; its blocks hold as many tokens as an undivided model's.
+        A shard stores only its own heads. Its blocks hold as many tokens as those of an undivided model.
         """
         shapes = config.kv_shapes
         if part is not None:
@@ -76,7 +76,7 @@ class CacheLayout:
 
     @property
     def planes(self) -> tuple[int, int]:
-        """The number of planes, and the numbers of a block in each plane."""
+        """The number of planes, and how many numbers of a block are in each plane."""
         if self.is_in_planes:
             return max(map(len, self._parts)), max(self._parts)[0]
         return 1, max(map(sum, self._parts))

@@ -36,7 +36,7 @@ def join_blocks(
     """Join the blocks of all parts of a model, each with its own layers and heads, to blocks of the whole
     model.
 
-    groups: the layer group of each block. Space that belongs to no layer is zero.
+    groups: the layer group of each block. Memory that belongs to no layer is zero.
     """
     whole: KVCache | None = None
     for part, blocks in parts:
@@ -51,7 +51,7 @@ def join_blocks(
 def cut_blocks(
     config: ModelConfig, block_size: int, groups: Sequence[int], part: ModelPart, blocks: Blocks
 ) -> dict[str, Tensor]:
-    """Cut a part's share out of blocks of the whole model.
+    """Extract the share of one part from blocks of the whole model.
 
     groups: the layer group of each block.
     """

@@ -21,7 +21,7 @@ States = Mapping[str, Tensor]  # [num_layers, num_states, numbers] by the names 
 def empty_states(
     config: ModelConfig, num_states: int, dtype: torch.dtype, part: ModelPart | None = None
 ) -> StateCache | None:
-    """Return zeroed states on the host, of the whole model or of a part; None if its layers keep none."""
+    """Return zeroed states on the host, of the whole model or of a part; None if no layer has states."""
     part = ModelPart.whole(config.num_layers) if part is None else part
     if not states_of(config, part):
         return None
@@ -34,7 +34,7 @@ def empty_states(
 def join_states(
     config: ModelConfig, num_states: int, parts: Iterable[tuple[ModelPart, States]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Join the states of all parts into states of the whole model. A part without states gives none."""
+    """Join the states of all parts to states of the whole model. Parts without states are skipped."""
     whole = empty_states(config, num_states, dtype)
     assert whole is not None, "the model has states"
     for part, states in parts:
@@ -47,7 +47,7 @@ def join_states(
 
 
 def cut_states(config: ModelConfig, part: ModelPart, states: States, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cut a part's share out of states of the whole model; nothing if its layers keep none."""
+    """Extract the share of one part from states of the whole model; {} if its layers have no states."""
     num_states = states["last_inputs"].shape[1]
     own = empty_states(config, num_states, dtype, part)
     if own is None:

@@ -111,7 +111,10 @@ class StateCache:
         return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.run_inputs.values()))
 
     def divide(self, moves: Sequence[Move]) -> tuple[list[Move], list[Run]]:
-        """Return the moves, host slots counted from 0, and the runs of moves that can be made at once."""
+        """Divide moves into runs that can be made at once.
+
+        Returns the moves, with the slots of host memory counted from 0, and the runs.
+        """
         most = self.num_slots
         counted = [(source % most, target % most) for source, target in moves]
         return counted, runs_of(moves, most)
@@ -122,7 +125,7 @@ class StateCache:
         runs: Sequence[Run],
         kernels: Kernels,
     ) -> None:
-        """Make the moves in order, run by run."""
+        """Make the moves in order, one run of moves after the other."""
         for first, end, from_host, to_host in runs:
             for name, tensor in self.tensors.items():
                 source = self.host[name] if from_host else tensor
@@ -133,14 +136,14 @@ class StateCache:
 
 
 def states_of(config: ModelConfig, part: ModelPart | None) -> dict[int, StateSpec]:
-    """Return the states that a part of a model keeps, by layer. None stands for the whole model."""
+    """Return the states that a part of a model stores, by layer. None is the whole model."""
     if part is None:
         return config.states
     return {layer: part.shard.state(spec) for layer, spec in config.states.items() if layer in part.layers}
 
 
 def runs_of(moves: Sequence[Move], num_slots: int) -> list[Run]:
-    """Divide moves, in order, into runs that can be made at once.
+    """Divide consecutive moves into runs that can each be made at once.
 
     num_slots: the number of slots on the device.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ExpertRouter(Linear):
-    """The router: computes the experts' logits in float32, and holds the numbers that modify the choice."""
+    """Computes the logits of all experts in float32, and holds the parameters that modify the choice."""
 
     def __init__(self, config: ModelConfig, layer: int, spec: ExpertsSpec) -> None:
         stored = StoredRows({f"{LAYERS}{layer}.mlp.{spec.router}": spec.num_experts})
@@ -144,7 +144,7 @@ class Experts(ManyExperts):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts launch only our own kernels."""
+        """Whether the grouped products launch no torch operation."""
         return self.gate_up_form.is_recordable and self.down_form.is_recordable
 
 

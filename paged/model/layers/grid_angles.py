@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def write_sections(sections: tuple[int, int, int], times: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Write the cosines, or sines, of tokens' rows and columns into those of their times.
+    """Overwrite some of the time angles with the angles of rows and columns, in place.
 
-    The frequencies of the three alternate; those behind the last row and column are of time.
+    The frequencies of time, row and column alternate. The last frequencies are all of time.
 
-    sections: how many frequencies rotate by each.
+    sections: the number of frequencies for time, rows and columns.
     """
     for first, count, other in ((1, sections[1], rows), (2, sections[2], columns)):
         own = slice(first, 3 * count, 3)

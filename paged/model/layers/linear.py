@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import ConfigError
 from ...checkpoints.stored import StoredRows
 from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role, TableForm, WeightForm
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class AddsAdapters(Protocol):
-    """The matrices of LoRA adapters for one layer: see `lora.LoraLayer`."""
+    """The interface of `lora.LoraLayer`, so that models without adapters need not import that module."""
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
-        """Add what each token's adapter makes of x to the layer's output."""
+        """Add the product of x and each token's adapter to the layer's output."""
 
 
 class Linear(Loadable):
@@ -55,7 +54,10 @@ class Linear(Loadable):
         self.bias = nn.Parameter(torch.empty(stored.num_rows), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:  # -> [num_tokens, out_features]
-        """Multiply x [num_tokens, in_features] by the weight. adapters: see `Batch`."""
+        """Multiply x [num_tokens, in_features] by the weight.
+
+        adapters: see `Batch`.
+        """
         out = self.form(x, self.bias)
         if adapters is not None and self.lora is not None:
             self.lora.add(x, out, adapters)
@@ -67,7 +69,7 @@ class Linear(Loadable):
         self.take_form(loader.form(self.stored, self.weight, self.role, self.num_precise))
 
     def take_form(self, form: WeightForm) -> None:
-        """Replace the weight parameter by a form of the weight."""
+        """Replace the weight parameter by a `WeightForm`."""
         self.form = form
         del self.weight
         if self.bias is not None:
@@ -105,18 +107,3 @@ class Embedding(Loadable):
     def load(self, loader: Loader) -> None:
         self.form = cast(TableForm, loader.form(self.stored, self.weight, self.role))
         del self.weight
-
-
-def require_whole_groups(model: nn.Module) -> None:
-    """Raise ConfigError for a layer whose inputs cannot be divided into int4 groups."""
-    from ..weights.quantization import Int4Weight
-
-    size = Int4Weight.GROUP
-    for name, module in model.named_modules():
-        if not isinstance(module, Linear) or module.role == "head" or module.stays_float:
-            continue
-        if module.in_features % size:
-            raise ConfigError(
-                f"quantization 'int4' divides inputs into groups of {size}, and {name} has "
-                f"{module.in_features}; use quantization='int8'"
-            )

@@ -51,7 +51,7 @@ class MLP(nn.Module):
         self.down = _down(config, layer, spec, shard, name)
 
     def forward(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """Return what the MLP makes of hidden states [num_tokens, hidden_size]."""
+        """Compute the MLP of hidden states [num_tokens, hidden_size]."""
         hidden = self.gate_up(hidden, adapters)
         inner = hidden if self.gate_up.form.gated else self.activate(hidden)
         return gather(self.down(gather(inner, self.shard), adapters), self.shard)
@@ -82,7 +82,7 @@ class PlainMLP(nn.Module):
         self.down = _down(config, layer, spec, shard, name)
 
     def forward(self, hidden: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """Return what the MLP makes of hidden states [num_tokens, hidden_size]."""
+        """Compute the MLP of hidden states [num_tokens, hidden_size]."""
         hidden = self.up(hidden, adapters)
         if self.activation == "relu_squared":
             self.kernels.relu_squared(hidden)
@@ -94,7 +94,10 @@ class PlainMLP(nn.Module):
 def new_mlp(
     config: ModelConfig, layer: int, kernels: Kernels, spec: FeedForwardSpec, shard: Shard, name: str = "mlp"
 ) -> MLP | PlainMLP:
-    """Make an MLP with or without a gate, by its name within the layer."""
+    """Make an MLP with or without a gate.
+
+    name: its name within the layer.
+    """
     return (MLP if spec.gated else PlainMLP)(config, layer, kernels, spec, shard, name)
 
 
@@ -108,9 +111,10 @@ def _down(config: ModelConfig, layer: int, spec: FeedForwardSpec, shard: Shard, 
 
 
 def is_precise(layer: int, num_layers: int) -> bool:
-    """Return whether `down` of a layer gets more bits, as in llama.cpp's Q4_K_M.
+    """Return whether `down` of a layer is stored in more bits in an int4 model, as in llama.cpp's Q4_K_M.
 
-    It does in the first and last eighth of the layers, and in every third layer between: half of all.
+    This holds for the first and last eighth of the layers, and for every third layer between: for half of all
+    layers.
     """
     eighth = num_layers // 8
     return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
@@ -121,9 +125,9 @@ class ManyExperts(nn.Module):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether the products of experts launch only our own kernels."""
+        """Whether the grouped products launch no torch operation."""
         raise NotImplementedError
 
     def finish_loading(self) -> None:
-        """Join the experts' weights, once all are loaded."""
+        """Join the weights of all experts, once all are loaded."""
         raise NotImplementedError

@@ -61,7 +61,10 @@ class LayerNorm(Loadable):
 
 
 def new_norm(spec: NormSpec, size: int, kernels: Kernels, name: str) -> RMSNorm | LayerNorm:
-    """Make a norm over vectors of this size. `name` is its name in a checkpoint."""
+    """Make a norm of vectors of this size.
+
+    name: its name in a checkpoint.
+    """
     if spec.subtracts_mean:
         return LayerNorm(size, spec.eps, kernels, name)
     return RMSNorm(size, spec.eps, kernels, name, unit_offset=spec.unit_offset)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ...architectures.config import ModelConfig
 from ...architectures.spec import RopeConfig
 from ..batch import Batch
+from .frequencies import inverse_frequencies
 
 if TYPE_CHECKING:
     from ...kernels.operations import Kernels
@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         return self._table is not None
 
     def tabulate(self, num_positions: int) -> None:
-        """Precompute the angles of the first positions. Call once: recorded steps point into the table."""
+        """Precompute the angles of the first positions. Call this once: recorded steps hold its address."""
         assert self._table is None, "the table must not move"
         positions = torch.arange(num_positions, device=self.inv_freq.device)
         angles = self._angles(positions, self.inv_freq)
@@ -88,7 +88,13 @@ class RotaryEmbedding(nn.Module):
             return angles
         if self._table is None:
             if self.rope.type == "dynamic":
-                return self._angles(batch.positions, self._dynamic_frequencies(batch))
+                from .dynamic_rope import dynamic_frequencies
+
+                assert batch.rope_lens is not None, "dynamic rope needs the lengths of the sequences"
+                trained = self.max_position_embeddings
+                lengths = batch.rope_lens.clamp(min=trained)
+                frequencies = dynamic_frequencies(self.rope, self.rotary_dim, trained, lengths)
+                return self._angles(batch.positions, frequencies)
             if not self.long_offset:
                 return self._angles(batch.positions, self.inv_freq)
             is_long = (batch.positions >= self.long_offset)[:, None]
@@ -123,39 +129,6 @@ class RotaryEmbedding(nn.Module):
         spans = positions.div(trained, rounding_mode="floor")  # trained contexts before the token's own
         return (1 + beta * torch.log(1 + spans.float()))[:, None]
 
-    def _dynamic_frequencies(self, batch: Batch) -> Tensor:  # f32[num_tokens, rotary_dim // 2]
-        """Grow the base with the sequence, as transformers does for a request that runs alone.
-
-        The length is a property of the token's request (see Batch.rope_lens), so that chunked prefill,
-        preemption and other requests do not change the result.
-        """
-        assert batch.rope_lens is not None, "dynamic rope needs the lengths of the sequences"
-        trained = self.max_position_embeddings
-        lengths = batch.rope_lens.clamp(min=trained)
-        if lengths.is_cuda:
-            return inverse_frequencies(
-                dynamic_base(self.rope, self.rotary_dim, trained, lengths[:, None]), self.rotary_dim
-            )
-        # On a CPU the last bit of torch's powers depends on where a number lies in a tensor.
-        rows = (_dynamic_row(self.rope, self.rotary_dim, trained, length) for length in lengths.tolist())
-        return torch.stack([*rows])
-
-
-Length = TypeVar("Length", Tensor, float)
-
-
-def dynamic_base(rope: RopeConfig, rotary_dim: int, trained: int, length: Length) -> Length:
-    """Return the base of dynamic RoPE for sequences of `length` tokens, at least the trained length."""
-    stretch = rope.factor * length / trained - (rope.factor - 1)
-    base: Length = rope.theta * stretch ** (rotary_dim / (rotary_dim - 2))
-    return base
-
-
-@lru_cache(maxsize=1024)
-def _dynamic_row(rope: RopeConfig, rotary_dim: int, trained: int, length: int) -> Tensor:
-    base = dynamic_base(rope, rotary_dim, trained, float(length))
-    return inverse_frequencies(torch.tensor([base], dtype=torch.float32), rotary_dim)
-
 
 def _with_long_rows(short: Angles, long: Angles, offset: int) -> Angles:
     """Return one table with the rows of `long` from `offset` on. Nothing reads the rows between."""
@@ -174,12 +147,6 @@ def _with_long_rows(short: Angles, long: Angles, offset: int) -> Angles:
     )
 
 
-def inverse_frequencies(base: Tensor, rotary_dim: int) -> Tensor:  # [..., 1] -> [..., rotary_dim // 2]
-    """Compute base^(-2i / rotary_dim); Su et al., RoFormer (2021)."""
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=base.device) / rotary_dim
-    return 1.0 / base.float() ** exponent
-
-
 def scaled_frequencies(
     rope: RopeConfig, rotary_dim: int, *, is_long: bool = False
 ) -> Tensor:  # f32[rotary_dim // 2]
@@ -196,10 +163,9 @@ def scaled_frequencies(
 
 
 def rotated_order(rope: RopeConfig, head_dim: int) -> Tensor | None:  # i64[head_dim]
-    """Return the order of a head's dimensions in which the kernels rotate i with i + head_dim // 2.
+    """Return the order of a head's dimensions in which kernels rotate i with i + head_dim // 2.
 
-    The dimensions that are not rotated come last in each half. Returns None if the checkpoint's order already
-    is this order.
+    The dimensions that are not rotated come last in each half. Returns None if the checkpoint has this order.
     """
     rotary_dim = rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not rope.interleaved:
@@ -225,6 +191,6 @@ class TokenRows(NamedTuple):
     adapters: Tensor | None = None
 
     def take(self, indices: Tensor, kernels: Kernels) -> TokenRows:
-        """Return the rows with these indices, i64[n], but for their adapters."""
+        """Return the rows with these indices, i64[n]. Their adapters are left out."""
         inputs = None if self.inputs is None else kernels.take_rows(self.inputs, indices)
         return TokenRows([angles.take(indices, kernels) for angles in self.angles], inputs)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def new_state_layer(config: ModelConfig, layer: int, kernels: Kernels, shard: Shard) -> StateLayer:
-    """Make the recurrent sublayer of a layer that has a state."""
+    """Make the recurrent sublayer of a layer."""
     kinds: dict[str, type[StateLayer]] = {"delta": GatedDelta, "mamba2": Mamba2, "conv": ShortConv}
     return kinds[config.states[layer].kind](config, layer, kernels, shard)
 
 
 class Sequences(NamedTuple):
-    """The sequences of a step, by their states."""
+    """The sequences of a step, with the seats that hold their states."""
 
     seats: Tensor  # i32[num_seqs]: the slots of states
     seq_lens: Tensor  # i32[num_seqs]
@@ -73,13 +73,14 @@ class StateLayer(nn.Module):
         return self.advance(hidden, kv_cache.states.layer(self.layer), sequences)
 
     def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
-        """Do the work of `project` with the states of this layer."""
+        """Compute `project` for the states of this layer."""
         raise NotImplementedError
 
     def apply_runs(self, states: LayerStates, sequences: Sequences) -> None:
-        """Apply the tokens of last runs to the states, outside of a step. Sequences have a run of one token.
+        """Apply the accepted tokens of last runs to the states, outside of a step.
 
-        Its inputs are zeros, and nothing of it stays: the next run takes its place.
+        Each sequence computes one token whose input is zero. Its effect is discarded: the next run takes its
+        place.
         """
         inputs = states.last_inputs
         num_tokens = len(sequences.seats)
@@ -87,11 +88,14 @@ class StateLayer(nn.Module):
         self.advance_inputs(zeros, states, sequences)
 
     def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
-        """Bring the states forward by tokens with these inputs, [num_tokens, input_size]."""
+        """Update the states with tokens of these inputs, [num_tokens, input_size]. Return the outputs."""
         raise NotImplementedError
 
     def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
-        """Apply the output projection: [n, num_heads, value_dim] -> [n, hidden_size]."""
+        """Apply the output projection to what `project` returned. Return [n, hidden_size].
+
+        The other arguments are those of `Attention.attend`. They have no effect.
+        """
         made = query.flatten(1)
         return gather(self.output(made if self.is_gathered else gather(made, self.shard)), self.shard)
 

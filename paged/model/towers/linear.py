@@ -7,9 +7,7 @@ from ..weights.loading import Loader
 
 
 class TowerLinear(Linear):
-    """A linear layer whose weights stay floats in a quantised model, because a tower is small and would lose
-    much.
-    """
+    """A linear layer of a vision tower. Its weights stay floats in a quantised model."""
 
     stays_float = True
 

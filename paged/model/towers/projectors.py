@@ -36,7 +36,7 @@ class _Projection(Loadable):
 
 
 class Pooler(nn.Module):
-    """The mean of each square of patches, normalised and multiplied: Gemma 3's."""
+    """The projector of Gemma 3: the mean of each square of patches, normalised and multiplied by a matrix."""
 
     def __init__(self, spec: PoolSpec, size: int, text_size: int, kernels: Kernels) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def mean_of(patches: Tensor, count: int) -> Tensor:
 
 
 class Merger(nn.Module):
-    """Squares of patches, normalised and merged by a product, and two layers: Mistral 3's."""
+    """The projector of Mistral 3: squares of patches, normalised, then merged by a product; two layers."""
 
     def __init__(self, spec: MergeSpec, size: int, text_size: int, kernels: Kernels) -> None:
         super().__init__()
@@ -85,9 +85,10 @@ class Merger(nn.Module):
 
 
 class StackedMerger(nn.Module):
-    """Squares of patches, normalised one by one or as a whole, and two layers: Qwen3-VL's.
+    """The projector of Qwen3-VL: squares of patches, normalised and concatenated; two layers.
 
-    name: the name of its tensors. is_feature: whether squares are normalised as a whole.
+    name: the name of its tensors.
+    is_feature: whether a square is normalised as a whole, instead of patch by patch.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ MAX_SIDE = 16384  # pixels of an image
 
 
 class Grid(NamedTuple):
-    """The patches of an image."""
+    """The size of an image in patches."""
 
     rows: int
     columns: int
@@ -40,7 +40,7 @@ class Grid(NamedTuple):
 
 
 class PatchProjection(Loadable):
-    """The product of a patch and a convolution's weights, stored as [hidden_size, channels, size, size]."""
+    """A convolution over patches, whose weights are [hidden_size, channels, size, size], as a product."""
 
     def __init__(self, spec: TowerSpec) -> None:
         super().__init__(StoredRows({VISION + spec.names.patch: spec.hidden_size}))
@@ -69,7 +69,7 @@ class PatchProjection(Loadable):
 
 
 class PositionTable(Loadable):
-    """A learned vector of each place in a square grid."""
+    """A table with a learned vector for each place of a square grid."""
 
     def __init__(self, spec: TowerSpec) -> None:
         assert spec.names.positions is not None
@@ -144,7 +144,7 @@ class TowerLayer(nn.Module):
     ) -> tuple[Tensor, AttentionPlan]:
         """Run the layer, and update the residual in place.
 
-        Return what is left to add to the residual, and attention's plan for the other layers.
+        Return the output that is not added to the residual yet, and the attention plan for the other layers.
         """
         normed = _add_and_norm(hidden, residual, self.before_attention)
         qkv = self.qkv(normed).view(-1, 3 * self.num_heads, self.head_dim)
@@ -177,7 +177,7 @@ def _add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | Layer
 
 
 class Vit(nn.Module):
-    """A vision tower with its projector: patches of images to embeddings of the text model's size."""
+    """A vision tower with its projector. It turns patches of images into embeddings for the text model."""
 
     def __init__(self, vision: VisionSpec, text_size: int, kernels: Kernels) -> None:
         super().__init__()

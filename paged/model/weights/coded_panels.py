@@ -42,7 +42,7 @@ class PanelInt4Weight(PanelWeight):
 
 
 class PanelCodes(PanelWeight):
-    """A weight in panels, with the codes and factors of its file. It must be `keepable`."""
+    """A quantised weight in panels, with the codes and factors of its file; see `keepable`."""
 
     def __init__(self, weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -74,10 +74,9 @@ class PanelCodes(PanelWeight):
 
 
 def keepable(weight: CodedWeight, whole: WholeWeight = ALONE) -> CodedWeight | None:
-    """Return the weight in codes that PanelCodes can store and that has the same numbers; None if there are
-    none.
+    """Return a weight in codes that PanelCodes can store, with the same numbers; None if there is none.
 
-    whole: the whole weight, if this is a shard of it. Either all shards keep their codes or none does.
+    whole: the whole weight, of which this may be a shard. Either all shards store codes or none does.
     """
     group = group_of(weight.group)
     if group < LEAST_GROUP:

@@ -14,7 +14,7 @@ from .forms import ExpertsForm
 
 
 class InPanels(Protocol):
-    """The form of one expert's weight, as `panels.PanelWeight` has it."""
+    """The interface of one expert's weight in panels, such as `panels.PanelWeight`."""
 
     panels: Panels
     padded_bias: Tensor | None

@@ -26,10 +26,10 @@ class WeightForm(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a recorded step can replay the product: it must launch only our own kernels."""
+        """Whether steps with this product can be recorded: it must not launch torch operations."""
 
     def lay_out(self, bias: Tensor) -> None:  # noqa: ARG002
-        """Prepare the bias that every product will add. Most forms need no preparation."""
+        """Convert the bias to the order of the weight. Most forms change nothing."""
         return
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,9 +48,9 @@ class WeightForm(Protocol):
         biases: Sequence[Tensor] | None,
         kernels: Kernels,
     ) -> ExpertsForm:
-        """Return one form for the weights of all experts. This form is the first expert's.
+        """Combine the weights of all experts into one form. This form is the first expert's.
 
-        By default it computes a separate product for each expert.
+        By default each expert has a product of its own.
         """
         return EachExpert(forms, biases, kernels)
 
@@ -66,9 +66,9 @@ class ExpertsForm(Protocol):
 
 
 class EachExpert(ExpertsForm):
-    """Weights of any forms. Each is multiplied separately, because no kernel multiplies by all of them.
+    """Weights of all experts in any forms. Each is multiplied separately.
 
-    Some may be gated and others not, since one expert's gate and up may be stored in two formats.
+    Some may be gated and others not, because the gate and up of one expert may be stored in two formats.
     """
 
     is_recordable = False
@@ -135,7 +135,9 @@ class PlainWeight(TableForm):
     def of_experts(
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
-        """Stack the weights. Each form frees its own weight, so that only one is in memory twice."""
+        """Stack the weights of all experts. Each form then frees its own, so that one at a time is held
+        twice.
+        """
         plain = [form for form in forms if isinstance(form, PlainWeight)]
         if not kernels.has_grouped_linear or len(plain) < len(forms):
             return EachExpert(forms, biases, kernels)

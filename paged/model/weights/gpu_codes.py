@@ -62,7 +62,7 @@ class PackedCodesWeight(TableForm):
     def of_experts(
         self, forms: Sequence[WeightForm], biases: Sequence[Tensor] | None, kernels: Kernels
     ) -> ExpertsForm:
-        """Stack the weights. Each form frees its own, so that only one layer's are in memory twice."""
+        """Stack the weights of all experts. Each form then frees its own."""
         layout = self.packed.layout
         alike = [
             form for form in forms if isinstance(form, PackedCodesWeight) and form.packed.layout == layout
@@ -78,7 +78,7 @@ class PackedCodesWeight(TableForm):
 
 
 class CodedExperts(ExpertsForm):
-    """The quantised weights of all experts, packed for the GPU kernels one after the other."""
+    """The quantised weights of all experts, packed for the GPU kernels."""
 
     gated = is_recordable = False
 
@@ -119,7 +119,7 @@ def _in_stored_order(x: Tensor, orders: Tensor, offsets: Tensor, sources: Tensor
 
 
 def coded_form(weight: CodedWeight, role: Role, *, dtype: torch.dtype) -> PackedCodesWeight | CodedProduct:
-    """Make the form of a quantised weight: torch's if no kernel supports its groups or its table."""
+    """Make the form of a quantised weight. Torch decodes it if no kernel has its groups or its table."""
     takes = can_pack_codes(weight.stored, weight.factors.scale, weight.table)
     if takes and weight.factors.scale_divisor is not None:
         _log_once("scales with a divisor, as compressed-tensors has in NVFP4, are kept in float32 on a GPU")
@@ -132,12 +132,12 @@ def _log_once(text: str) -> None:
 
 
 def quantized_form(name: str, weight: Tensor, role: Role) -> PackedCodesWeight:
-    """Quantise a weight in floats by `quantized`. Return its form."""
+    """Quantise a float weight. Return its form."""
     return PackedCodesWeight(quantized(name, weight), role, dtype=weight.dtype)
 
 
 def quantized(name: str, weight: Tensor) -> CodedWeight:
-    """Quantise a float weight to "int8" or "int4" of `quantization.py`, on the weight's device."""
+    """Quantise a float weight to "int8" or "int4" on the weight's device; see `quantization.py`."""
     return _int8(weight) if name == "int8" else _int4(weight)
 
 

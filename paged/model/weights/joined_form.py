@@ -11,7 +11,7 @@ from .forms import WeightForm
 
 
 class JoinedForm(WeightForm):
-    """A weight whose rows have several forms. The products are placed side by side."""
+    """A weight whose rows are stored in several forms. Their products are concatenated."""
 
     gated = False
 

@@ -29,16 +29,16 @@ class KeptError(Exception):
 
 
 class Tensors(Protocol):
-    """The tensors of stored packed weights, by number."""
+    """The stored tensors of packed weights, by number."""
 
     def __getitem__(self, index: int) -> Tensor: ...
 
 
 class KeepsWeights(Protocol):
-    """Stores a model's packed weights for the next start, and loads them."""
+    """The interface of a store for packed weights: it loads them, or stores them for the next start."""
 
     def load(self, model: LoadsWeights, loader: Loader) -> bool:
-        """Load the stored weights, or else the checkpoint's. Return False if neither could be loaded."""
+        """Load the stored weights, or else the checkpoint. Return False if neither is possible."""
 
     def start_keeping(self) -> None:
         """Begin to store the packed weights, in the background. Call this once the model is ready."""
@@ -210,7 +210,7 @@ def _classes() -> dict[str, type[Any]]:
 
 @cache
 def packer() -> str:
-    """Return a hash of the code that packs weights, since another version may pack them differently."""
+    """Return a hash of the code that packs weights, because another version may pack them differently."""
     folder = Path(__file__).parents[2]
     digest = sha256(torch.__version__.encode())
     for room in _ROOMS:

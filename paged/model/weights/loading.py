@@ -105,9 +105,9 @@ def _open_file(path: Path, names: TensorNames) -> Iterator[Mapping[str, StoredTe
 
 
 class Loadable(nn.Module):
-    """A module whose parameters are rows of tensors in a checkpoint. It is made on the meta device.
+    """A module whose parameters are rows of a checkpoint's tensors. It is made on the meta device.
 
-    role: selects the form of its weight; None leaves the weight a parameter.
+    role: the role that selects the form of its weight; None keeps the weight a parameter.
     num_precise: see `Forms.make`.
     """
 
@@ -119,7 +119,7 @@ class Loadable(nn.Module):
         self.stored = stored
 
     def load(self, loader: Loader) -> None:
-        """Read this module's own parameters, not those of submodules."""
+        """Read the parameters of this module. Submodules are not read."""
         for name, parameter in list(self.named_parameters(recurse=False)):
             setattr(self, name, loader.parameter(self.stored, name, parameter))
 
@@ -132,7 +132,7 @@ class KVScales(NamedTuple):
 
 
 class StoredWeights(NamedTuple):
-    """The bytes of a model's parameters in the files that it was loaded from, by format."""
+    """The sizes in bytes of a model's parameters in its files, by stored format."""
 
     num_bytes: Counter[str]  # by the title of a format; that of floats is ""
 
@@ -160,15 +160,16 @@ class Loader:
 
     @property
     def in_floats(self) -> Loader:
-        """The loader of weights that stay floats in a quantised model."""
+        """A loader for weights that stay floats in a quantised model."""
         return self if self.float_forms is None else replace(self, forms=self.float_forms)
 
     def parameter(
         self, rows: StoredRows, name: str, like: Tensor, check: ValueCheck | None = None
     ) -> nn.Parameter:
-        """Read a float parameter; if the checkpoint lacks it, return ones.
+        """Read a float parameter. If the checkpoint lacks it, return ones.
 
-        like: the parameter on the meta device. check: what its values must be; None: finite.
+        like: the parameter on the meta device.
+        check: a check of its values; by default they must be finite.
         """
         if rows.parts:
             layout = float_layout(like)
@@ -178,9 +179,10 @@ class Loader:
         return nn.Parameter(value, requires_grad=False)
 
     def form(self, rows: StoredRows, like: Tensor, role: Role, num_precise: int = 0) -> WeightForm:
-        """Read a weight into the form that its stored tensors and its role determine.
+        """Read a weight, and convert it to the form that its stored format and its role determine.
 
-        like: the float weight on the meta device. num_precise: see `Forms.make`.
+        like: the float weight on the meta device.
+        num_precise: see `Forms.make`.
         """
         parts, stored, role = self.weights_of(rows, like, role)
         if len(stored) == 1:
@@ -192,7 +194,7 @@ class Loader:
     def weights_of(
         self, rows: StoredRows, like: Tensor, role: Role
     ) -> tuple[dict[str, StoredPart], list[StoredWeight], Role]:
-        """Return a weight's stored parts by name, its rows by format, and the role of these rows."""
+        """Return the stored parts of a weight by name, its rows by format, and the role of the rows."""
         parts = {part.name: part for part in parts_of(rows, like, self.sources)}
         formats = {name: format_of(part, self.recognizers) for name, part in parts.items()}
         stored = split_by_format(rows, formats)
@@ -202,7 +204,7 @@ class Loader:
     def form_of(
         self, stored: StoredWeight, parts: Mapping[str, StoredPart], role: Role, num_precise: int = 0
     ) -> WeightForm:
-        """Read rows that are stored in one format into a form."""
+        """Read rows that share one stored format, and convert them to a form."""
         first = parts[next(iter(stored.rows.parts))]
         layouts = {name: each for name, each in stored.format.layouts(first).items() if each.is_read}
 
@@ -221,7 +223,7 @@ class Loader:
         return self.forms.make(weight_of(stored.rows), role, num_precise, read_whole)
 
     def read(self, rows: StoredRows, name: str, layout: Layout, title: str = "") -> Tensor:
-        """Read rows of a stored tensor as one parameter."""
+        """Read rows of one stored tensor for a parameter."""
         tensors = [(self.sources[f"{part}.{name}"], count) for part, count in rows.parts.items()]
         parts_read = map(rows.part_read, rows.parts)
         self.num_bytes[title] += round(
@@ -234,7 +236,7 @@ class Loader:
 
 
 def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
-    """Return the stored parts of a weight.
+    """Return the parts of which a weight consists in a checkpoint.
 
     like: the float weight on the meta device.
     """
@@ -260,7 +262,7 @@ class Wanted(NamedTuple):
 def wanted_tensors(
     modules: Iterable[Loadable], sources: Sources, recognizers: Sequence[Recognizer] = ()
 ) -> dict[str, Wanted]:
-    """Return the tensors that modules need from a checkpoint, by name. The default format is floats."""
+    """Return the tensors that modules read from a checkpoint, by name. The default format is floats."""
     wanted: dict[str, Wanted] = {}
     for module in modules:
         rows = module.stored
@@ -354,8 +356,8 @@ def _wrong_shape(tensor: StoredTensor, shape: list[int]) -> CheckpointError:
 def has_own_head(sources: Sources) -> bool:
     """Return whether a checkpoint has an output head that differs from the embedding.
 
-    If so, the two are not tied, whatever config.json says (its value is often a default). Some checkpoints
-    store a copy of the embedding as their head; a head that cannot be read counts as such a copy.
+    In this case head and embedding are not tied, whatever config.json says: its value is often a default.
+    Some checkpoints store a copy of the embedding as their head. A head that cannot be read counts as a copy.
     """
     if any(name.startswith("lm_head.") and name not in (HEAD, "lm_head.bias") for name in sources):
         return True  # in codes

@@ -9,7 +9,7 @@ from .forms import WeightForm
 
 
 class PackedWeight(WeightForm):
-    """A weight in oneDNN's layout, 2 to 3 times faster for up to a few dozen rows. Requires `can_pack`."""
+    """A weight in oneDNN's layout, 2 to 3 times as fast for up to a few dozen rows. See `can_pack`."""
 
     gated = is_recordable = False
     # The number of rows that oneDNN chooses the layout for; 1 to 512 measure the same within noise.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.coded import Weight, WholeWeight
+from ...kernels.checks import TrustedContents
 from ...kernels.panels import (
     Panels,
     can_pair,
@@ -35,11 +36,10 @@ ROWS_AT_A_TIME = 256  # of a comparison: it takes little memory, and ends early 
 
 
 def narrowed(weight: Tensor, whole: WholeWeight) -> Tensor:
-    """Convert a float32 weight to bfloat16 or float16 if no number changes, as in most checkpoints.
+    """Convert a float32 weight to bfloat16 or float16 if this changes no number, as in most checkpoints.
 
     A narrowed weight is read in half the time. Its products are bitwise equal to those in float32, except on
-    AMX, which adds in another order. Therefore all shards must decide alike, by the numbers of the whole
-    weight.
+    AMX, which adds in another order. Therefore all shards decide by the numbers of the whole weight.
     """
     if weight.dtype == torch.float32:
         for dtype in (torch.bfloat16, torch.float16):
@@ -102,15 +102,16 @@ class PanelWeight(TableForm):
     def _pack(self, weight: Tensor, pairs: bool, gated: bool) -> Panels:
         kept = narrowed(weight, self._whole)
         panels = pack(kept, pairs=pairs and kept.dtype == torch.bfloat16, gated=gated)
-        return pack_bf12(panels, num_shards=self._whole.num_shards)
+        with TrustedContents():
+            return pack_bf12(panels, num_shards=self._whole.num_shards)
 
     @property
     def is_recordable(self) -> bool:
-        """Whether products need no torch operation: torch widens 16-bit x unless x is multiplied in pairs."""
+        """Whether products launch no torch operation. Torch widens 16-bit x that is not in pairs."""
         return self.panels.in_pairs or self.dtype == torch.float32
 
     def lay_out(self, bias: Tensor) -> None:
-        """Order and pad the bias as the panels are."""
+        """Convert the bias to the order of the panels, with padding."""
         self.padded_bias = pad(bias, gated=self.gated)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,5 +142,5 @@ class PanelWeight(TableForm):
 
     @property
     def takes_inputs_in_order(self) -> bool:
-        """Whether column k of the weight belongs to input k of x."""
+        """Whether column k of the weight is multiplied by input k of x."""
         return True

@@ -26,7 +26,7 @@ _SIZE = 0.02  # of weights; scales are positive and about as large
 
 
 class Sample(NamedTuple):
-    """The form of a few rows of a weight, made to measure the form's size."""
+    """A form made from a few rows of a weight, to measure the size of the whole form."""
 
     form: WeightForm
     num_rows: int
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 class SampledWeight(NamedTuple):
-    """Rows of a module's weight that share one form, and a sample of that form."""
+    """Rows of a weight that share one form, with a sample of this form."""
 
     sample: Sample
     num_rows: int

@@ -14,13 +14,12 @@ from ...base.from_vllm import Neutral, neutral_of
 from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text, TokenIds
 from ...base.kinds import Boolean, Integer, Kind, Schema, kinds_of
 from ...base.validation import shown
+from ...options.logits import BIAS, biases_of
 from ...options.sampling_params import (
-    BIAS,
     MAX_BAD_WORDS,
     MAX_TOKEN_IDS,
     SamplingParams,
     StructuredOutputsParams,
-    biases_of,
 )
 from ...options.structural_tag import FORM_FIELDS, TAG_FORMS, StructuralTag
 from ..limits import MAX_LOGIT_BIASES, MAX_N, MAX_NAME_LENGTH, MAX_STOP_STRINGS

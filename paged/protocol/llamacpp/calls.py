@@ -82,9 +82,7 @@ INFILL = FieldTable(
     [
         Field("input_prefix", Text(), "the text before the gap"),
         Field("input_suffix", Text(), "the text behind the gap"),
-        Field(
-            "input_extra", ListOf(ObjectOf(_EXTRA), longest=MAX_FILES), "other files, the most relevant last"
-        ),
+        Field("input_extra", _FILES, "other files, the most relevant last"),
         Field("prompt", Text(), "text with which the gap begins"),
         *_ANSWER,
     ],

@@ -14,7 +14,6 @@ from ..fields.tools import TOOLS
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 _AT_LOAD = "the server decides how models are loaded"
-_STOPS = OneOf((Text(1), ListOf(Text(1), longest=MAX_STOP_STRINGS)))
 OPTIONS = FieldTable(
     "options",
     [

@@ -25,31 +25,31 @@ class Batches(Protocol[Step]):
     """
 
     def put(self, plan: ComputedPart, upload: Upload) -> Step:
-        """Add to the upload what the device needs for the batch of a step."""
+        """Add the numbers of a step's batch to an upload."""
 
     def batch(self, step: Step) -> Batch:
-        """Make the batch of a step, once its upload is sent."""
+        """Make the batch of a step whose upload was sent."""
 
     def places(self, step: Step) -> SampledPlaces | None:
-        """Return seats and positions of the sampled rows, if they are on the device, or else None."""
+        """Return the seats and positions of the sampled rows, if the device has them; None otherwise."""
 
     def record(self, step: Step, tokens: Tensor) -> None:
-        """Store a step's drawn tokens, i64[num_logits], for the next step to read."""
+        """Store the drawn tokens of a step, i64[num_logits], from which the next step continues."""
 
 
 class StepAdapters(NamedTuple):
-    """The slots of adapters in a step, i32: of its tokens, and of its output rows."""
+    """The adapter slots of a step, i32: the slot of each token, and of each output row."""
 
     by_token: Sent
     by_output: Sent
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return both on the device, once the upload is sent."""
+        """Return both as tensors on the device, once the upload is sent."""
         return self.by_token.tensor, self.by_output.tensor
 
 
 def put_adapters(plan: ComputedPart, upload: Upload) -> StepAdapters:
-    """Add the slots of the adapters in a step to the upload."""
+    """Add the adapter slots of a step to an upload."""
     by_token: list[int] = []
     for slot, count in zip(plan.adapters, plan.counts, strict=True):
         by_token += [slot] * count

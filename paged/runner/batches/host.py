@@ -45,11 +45,10 @@ class _Step:
 class HostBatches:
     """Makes batches on the host, which stores the state of each seat. The reference for `SeatedBatches`.
 
-    On a CPU, if the same seats decode again, their last batch is advanced in place and returned again,
-    because changing tensors is cheaper than making them. The caller must then no longer use the earlier
-    batch.
+    On a CPU, if the same seats decode again, their last batch is updated in place and returned again, because
+    this is cheaper than making new tensors. The caller must then no longer use the earlier batch.
 
-    num_kept: how many batches are kept for reuse: as many as steps may be in flight.
+    num_kept: the number of batches kept for reuse, which is the number of steps that may be in flight.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class HostBatches:
         self._kept: list[_Decodes] = []  # of different seats, the last one at the end
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step | _Decodes:
-        """Add the numbers of a batch to the upload."""
+        """Add the numbers of a batch to an upload."""
         for kept in self._kept:
             if kept.is_repeated_by(plan):
                 self._advance(kept, plan)
@@ -122,7 +121,7 @@ class HostBatches:
         return batch
 
     def places(self, step: _Step | _Decodes) -> None:
-        """Return None: the sampler sends seats and positions itself."""
+        """Return None, because the sampler itself sends seats and positions."""
 
     def record(self, step: _Step | _Decodes, tokens: Tensor) -> None:
         """Store a step's drawn tokens, i64[num_logits]. On a GPU, this waits for the tokens."""
@@ -356,7 +355,7 @@ def _queries(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Queries:
 
 
 def pad_tables(tables: Sequence[array[int]]) -> array[int]:
-    """Pad block tables with zeros to equal length, and join them: [num_seqs * max_blocks_per_seq]."""
+    """Pad block tables with zeros to equal lengths. Return them joined: [num_seqs * max_blocks_per_seq]."""
     width = max(map(len, tables))
     zeros = array("i", bytes(4 * width))
     rows = array("i")

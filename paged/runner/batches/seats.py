@@ -248,7 +248,7 @@ class SeatedBatches:
         return batch
 
     def unpack(self, step: _Step) -> StepTensors:
-        """Have the device compute the tensors of a step, once its upload is sent."""
+        """Compute the tensors of a step on the device, once its upload is sent."""
         if step.last_tokens is not None:
             seats, tokens = step.last_tokens
             self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
@@ -287,7 +287,7 @@ class SeatedBatches:
             self.last_tokens.index_copy_(0, places.seats, tokens)
 
     def static(self, num_rows: int, num_tokens: int) -> StepTensors:
-        """Return the first rows and tokens of the tensors at fixed addresses."""
+        """Return views of the tensors at fixed addresses: their first rows and tokens."""
         sizes = num_rows, num_tokens
         found = self._parts.get(sizes)
         if found is None:
@@ -312,10 +312,10 @@ class SeatedBatches:
         )
 
     def padded_shape(self, num_rows: int, max_seqlen_q: int) -> tuple[int, int] | None:
-        """Return the padded numbers of rows and tokens of a step that samples after each of its tokens; None
-        if it is not padded.
+        """Return the padded numbers of rows and tokens of a step; None if the step is not padded.
 
-        The number of tokens is padded as if all rows had the longest run.
+        Only steps that sample after each of their tokens are padded. The number of tokens is padded as if all
+        rows had the longest run.
         """
         sizes = self.padded_sizes
         if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
@@ -326,7 +326,7 @@ class SeatedBatches:
         return padded_rows, padded_rows * max_seqlen_q
 
     def clear(self, num_rows: int, num_tokens: int) -> None:
-        """Fill the fixed tensors for this many rows and tokens with padding, which computes nothing."""
+        """Fill the fixed tensors with padding for this many rows and tokens. Padding computes nothing."""
         by_token, tables, seq_lens, cu_seqlens_q = self.static(num_rows, num_tokens)
         for tensor in (by_token, tables, seq_lens, cu_seqlens_q):
             tensor.zero_()
@@ -415,7 +415,7 @@ class SeatedBatches:
 
 
 def places_in(out: StepTensors, num_tokens: int) -> SampledPlaces:
-    """Return seats and positions of a step's first num_tokens tokens, if all of them are sampled from."""
+    """Return the seats and positions of a step's first num_tokens tokens, if all of them are sampled."""
     by_token = out.by_token
     return SampledPlaces(by_token[SEAT_OF_TOKEN, :num_tokens], by_token[DRAWN_AT, :num_tokens])
 

@@ -272,9 +272,13 @@ class Server(uvicorn.Server):
         metrics: socket.socket | None = None,
         ollama: socket.socket | None = None,
     ) -> None:
-        """Serve until `stop` is called. Raises ResourceError if the address has been taken meanwhile.
+        """Accept connections on these sockets until `stop` is called.
 
-        metrics: the socket of --metrics-port. ollama: the one at Ollama's port.
+        listener: the socket of --host and --port, on which all routes are served.
+        metrics: the socket of --metrics-port, on which only /metrics is served; None if there is none.
+        ollama: the socket at Ollama's port; None if there is none.
+
+        Raises ResourceError if another process has taken an address since the sockets were made.
         """
         self._sockets = Listeners(listener, metrics, ollama)
         try:

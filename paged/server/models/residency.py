@@ -147,7 +147,7 @@ class Residency:
             model.keep_alive = keep_alive
 
     def pause_left(self, name: str, now: float) -> float:
-        """Return for how many seconds no load begins, as the last one failed; 0 if it may."""
+        """Return the seconds until a model may be loaded again after a failed load; 0 if it may now."""
         model = self.models.get(name)
         return 0.0 if model is None else max(0.0, model.pause_until - now)
 

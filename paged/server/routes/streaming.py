@@ -116,7 +116,7 @@ class Lines(Framing):
         return b"".join(encode_json(value) + b"\n" for value in values)
 
     def end(self) -> bytes:
-        """Return an empty part: the line of the last result ends the stream."""
+        """Return no bytes, because the stream ends with the line of the last result."""
         return b""
 
     def error(self, failure: FailureResponse) -> bytes:

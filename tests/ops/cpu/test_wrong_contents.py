@@ -99,7 +99,7 @@ def test_other_indices(index):
 def test_an_engine_reads_no_contents_and_has_the_same_tokens(monkeypatch):
     engine, read = new_engine(checkpoint("llama"), enforce_eager=True), []
     prompts = ragged_prompts([5, 40, 1])
-    monkeypatch.setattr("paged.kernels.attention_options.check_contents", lambda *_: read.append(1))
+    monkeypatch.setattr("paged.kernels.content_checks.check_contents", lambda *_: read.append(1))
     engine.generate(prompts, use_tqdm=False)
     assert not read
     attention()

@@ -73,7 +73,7 @@ def find_expert(args, unit, unit_rows, units_across, last):
 
 @function
 def weight_of(args, expert):
-    """Return the weight of an expert, and its range of rows."""
+    """Return the packed weight of an expert, and the rows of x that it multiplies: without experts, all."""
     if args.offsets == 0:
         return Weight(args.panels, args.scales, args.bias, args.weight_kind, 0, args.num_rows)
     own = args.experts + ENTRY_BYTES * expert.number

@@ -48,7 +48,7 @@ class Bf12(Reader):
         self.group_steps = self.at_a_time = BF12_GROUP // self.step
 
     def factors(self, builder: Any, address: Any) -> Any:  # noqa: ARG002
-        """Return the address of the weight's list of exceptions; all groups use the same list."""
+        """Return `address` unchanged: it is the address of the list of exceptions, which all groups share."""
         return address
 
     def some_steps(

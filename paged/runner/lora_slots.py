@@ -1,0 +1,22 @@
+"""The adapter slots of a model, as the options of its engine say."""
+
+from __future__ import annotations
+
+import torch
+
+from ..model.decoder import Decoder
+from ..model.lora import LoraSlots
+from ..model.model import Model
+from ..options.config import EngineConfig
+
+
+def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
+    """Make the adapter slots of a model. Raises ConfigError if the model can have none."""
+    assert isinstance(model, Decoder), "adapters are for decoders"
+    return LoraSlots(
+        model,
+        num_slots=config.max_loras,
+        max_rank=config.max_lora_rank,
+        targets=config.lora_target_modules,
+        device=device,
+    )
