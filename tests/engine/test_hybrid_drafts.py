@@ -118,7 +118,9 @@ def test_steps_with_runs_are_recorded_as_without(name, alone):
     assert run(engine, PROMPTS, LENGTH)[0] == expected
 
 
-@pytest.mark.parametrize(("name", "num_stages", "num_shards"), [("qwen3_5", 1, 2), ("lfm2", 2, 1), ("nemotron_h", 1, 2)])
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards"), [("qwen3_5", 1, 2), ("lfm2", 2, 1), ("nemotron_h", 1, 2)]
+)
 def test_ranks_give_the_bits_of_one_process(name, num_stages, num_shards, alone):
     """With steps in flight, runs of drafts, and requests that are swapped behind a run."""
     with ranked_engines(num_stages, num_shards):

@@ -34,7 +34,7 @@ def answering_model(
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     marks = {mark: None for mark in _MARK.findall(template) if not mark.startswith(("<tools", "</tools"))}
-    # Marks with bars are special tokens; those of reasoning and calls are merely added, as in Qwen's tokenizers.
+    # Marks with bars are special tokens; those of reasoning and calls are merely added, as in Qwen 3.5.
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special="|" in mark) for mark in marks])
     tokenizer.eos_token = end
     tokenizer.chat_template = template

@@ -27,7 +27,6 @@ from ..simd.vectors import fma, function, multiply, padded, splat, total
 from .columns import copy_of, copy_state, forget, load_columns, store_columns
 
 
-
 @function
 def _write(states, keys, queries, state_dim, row_bytes, decay, written):
     """Write B (t x)ᵀ into the decayed state of WIDE vectors of columns.
