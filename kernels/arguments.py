@@ -405,6 +405,7 @@ class Rules(KernelCall):
             self.tensor(name, (num_heads,), torch.float32, contiguous=True)
         check_limits("limits", self["limits"])
         self._sequences(len(x), num_slots)
+        self._runs(x.shape[1] + num_heads, x.dtype)
 
     def _sequences(self, num_tokens: int, num_slots: int) -> None:
         """Check which tokens each sequence has, and the slot of its state."""

@@ -219,6 +219,8 @@ class Kernels(Protocol):
         slots: Tensor,
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
+        run_inputs: Tensor | None = None,
+        runs: Tensor | None = None,
         *,
         limits: tuple[float, float],
     ) -> Tensor: ...

@@ -528,6 +528,8 @@ def mamba2_scan(
     slots: Tensor,  # i32[num_seqs], each another
     seq_lens: Tensor,  # i32[num_seqs], computed and new tokens
     cu_seqlens_q: Tensor,  # i32[num_seqs + 1], exclusive prefix sum of the new tokens
+    run_inputs: Tensor | None = None,  # like x and time_steps side by side: [num_slots, num_places, columns]
+    runs: Tensor | None = None,  # i32[num_seqs, 2], as `short_conv` has them
     *,
     limits: tuple[float, float],
 ) -> Tensor:  # [num_tokens, num_heads, head_dim]
@@ -541,30 +543,40 @@ def mamba2_scan(
     size = num_heads * head_dim
     group_size = (x.shape[1] - size) // 2
     shares = num_heads // (group_size // state_dim)
-    dtype = x.dtype
-    x = upcast(x)
-    x, keys, queries = x.split([size, group_size, group_size], dim=1)
-    x = x.unflatten(1, (num_heads, head_dim))
-    keys, queries = (
-        each.unflatten(1, (-1, state_dim)).repeat_interleave(shares, dim=1) for each in (keys, queries)
-    )
-    steps = torch.nn.functional.softplus(upcast(time_steps) + time_bias).clamp(*limits)
-    decay = (rates * steps).exp()
-    out = torch.empty_like(x)
+    sizes = [size, group_size, group_size, num_heads]
+    mixed = torch.cat([x, time_steps], dim=1)
+    out = x.new_empty(len(x), num_heads, head_dim)
     bounds = cu_seqlens_q.tolist()
     for i, (slot, seq_len) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         start, end = bounds[i], bounds[i + 1]
         if start == end:
             continue
-        state = states[slot].to(x.dtype)
+        own = _run_of(i, slot, start, end, seq_len, run_inputs, runs)
+        rows = torch.cat([own.unapplied.to(x.dtype), mixed[start:end]]) if own else mixed[start:end]
+        values, keys, queries, steps = upcast(rows).split(sizes, dim=1)
+        values = values.unflatten(1, (num_heads, head_dim))
+        keys, queries = (
+            each.unflatten(1, (-1, state_dim)).repeat_interleave(shares, dim=1) for each in (keys, queries)
+        )
+        steps = torch.nn.functional.softplus(steps + time_bias).clamp(*limits)
+        decay = (rates * steps).exp()
+        state = states[slot].to(values.dtype)
         if seq_len == end - start:
             state = torch.zeros_like(state)
-        for t in range(start, end):
-            written = x[t] * steps[t, :, None]
+        first = len(rows) - (end - start)
+        before = state
+        for t in range(len(rows)):
+            if t == first:
+                before = state
+            written = values[t] * steps[t, :, None]
             state = state * decay[t, :, None, None] + keys[t, :, :, None] * written[:, None]
-            out[t] = torch.einsum("hnp,hn->hp", state, queries[t]) + skip[:, None] * x[t]
-        states[slot] = state
-    return out.to(dtype)
+            if t >= first:
+                read = torch.einsum("hnp,hn->hp", state, queries[t])
+                out[start + t - first] = (read + skip[:, None] * values[t]).to(out.dtype)
+        states[slot] = before if own and own.is_run else state
+        if own and own.is_run:
+            own.places[own.new] = mixed[start:end]
+    return out
 
 
 def add_lora(

@@ -4,10 +4,11 @@
     python -m tests.snapshots --cases 2000 --first 500
 
 A case is a seed. It draws a model, sizes of chunks and blocks, numbers of snapshots, how requests are
-preempted, and prompts that share beginnings with each other and with earlier answers. They run in rounds:
-some together, some as several samples, some forked, some moved to another engine by a saved prefix in the
-middle of their answers. Every state that was not written is NaN. Tokens and log-probabilities of each are
-compared with those of an engine without a prefix cache, which computes it alone.
+preempted, who guesses tokens, if anyone, and prompts that share beginnings with each other and with earlier
+answers. They run in rounds: some together, some as several samples, some forked, some moved to another engine
+by a saved prefix in the middle of their answers. Every state that was not written is NaN. Tokens and
+log-probabilities of each are compared with those of an engine without a prefix cache and without drafts,
+which computes it alone.
 """
 
 from __future__ import annotations
@@ -18,18 +19,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from paged import LLMEngine, SamplingParams
-from paged.requests.request import CompletionOutput, RequestOutput
-from tests.support.checkpoints import HYBRIDS, assert_all_free, checkpoint, new_engine
+from paged.drafting.drafter import Draft
+from paged.requests.request import CompletionOutput, Request, RequestOutput
+from paged.scheduler.drafts import Drafts
+from tests.support.checkpoints import HYBRIDS, VOCAB_SIZE, assert_all_free, checkpoint, new_engine
 
 NUM_CASES = 200
 # Which token may end an answer, so that each block of it may be the last one.
 STOPS: dict[str, Any] = {"ignore_eos": True, "stop_token_ids": [7]}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, **STOPS)
+MOST_DRAFTS = 4
 Bits = tuple[list[int], list[dict[int, float]]]
 
 
@@ -52,10 +57,29 @@ def alone(name: str, prompt: tuple[int, ...]) -> Bits:
     return bits(result.outputs[0])
 
 
+class Guesses:
+    """A drafter that knows the answers of prompts alone: any number of its first guesses are right."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._name = name
+        self._rng = random.Random(f"guesses {seed}")
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Draft]:
+        return [Draft(self._guess(request, limit)) for request, limit in zip(requests, limits, strict=True)]
+
+    def _guess(self, request: Request, limit: int) -> list[int]:
+        number = min(limit, self._rng.randint(0, MOST_DRAFTS))
+        answer = alone(self._name, tuple(request.inputs.prompt_token_ids))[0] if number else []
+        tokens = answer[request.num_output_tokens :][:number]
+        num_right = self._rng.randint(0, number)
+        return [token if i < num_right else (token + 1 + i) % VOCAB_SIZE for i, token in enumerate(tokens)]
+
+
 class Case:
     """An engine, and the prompts that it gets; everything depends on the seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
+        self.seed = seed
         self.rng = rng = random.Random(seed)
         self.folder = folder
         self.name = HYBRIDS[seed % len(HYBRIDS)] if seed >= 2 else ("qwen3_5", "lfm2")[seed]
@@ -72,15 +96,19 @@ class Case:
                 ({}, {"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_space": 0.02})
             ),
         }
+        self.guesser = random.Random(f"drafts {seed}").choice(("none", "known", "known", "ngram", "llama"))
+        if self.guesser != "none":
+            method = {"model": str(checkpoint("llama"))} if self.guesser == "llama" else {"method": "ngram"}
+            fixed = {"num_speculative_tokens": MOST_DRAFTS, "adaptive": False}
+            self.options["speculative_config"] = method | fixed
         self.engine = self.new_engine()
         self.trunks = [self.tokens(rng.randint(20, 60)) for _ in range(3)]
 
     def new_engine(self) -> LLMEngine:
-        """Make an engine whose states are NaN."""
+        """Make an engine whose states are NaN, as are the inputs of runs."""
         engine = new_engine(checkpoint(self.name), **self.options)
-        assert engine.runner.kv_cache.states is not None
-        for tensor in engine.runner.kv_cache.states.tensors.values():
-            tensor.fill_(float("nan"))
+        if self.guesser == "known":
+            engine.scheduler.drafts = Drafts(Guesses(self.name, self.seed), MOST_DRAFTS, VOCAB_SIZE, 64)
         return engine
 
     def tokens(self, n: int) -> list[int]:
@@ -104,11 +132,17 @@ class Case:
             assert_all_free(self.engine)
             if self.rng.random() < 0.1:
                 self.engine.reset_prefix_cache()
+        self.count()
+        return self.counts
+
+    def count(self) -> None:
+        """Count what the engine has done."""
         stats = self.engine.stats()
         self.counts["swapped"] += stats.num_swap_preemptions
         self.counts["recomputed"] += stats.num_recompute_preemptions
         self.counts["cut"] += stats.num_cut_tokens > 0
-        return self.counts
+        self.counts["accepted"] += stats.num_accepted_tokens
+        self.counts["wrong"] += stats.num_draft_tokens - stats.num_accepted_tokens
 
     def check(self, result: RequestOutput, prompt: list[int]) -> None:
         """Compare an answer with that of the prompt alone."""
@@ -168,6 +202,7 @@ class Case:
             return
         path = self.folder / "saved"
         self.engine.save_prefix(path)
+        self.count()
         self.engine = self.new_engine()
         self.engine.load_prefix(path)
         tokens = [*so_far.outputs[0].token_ids]

@@ -57,8 +57,8 @@ class StateSpec:
 
     @property
     def run_inputs(self) -> tuple[int, int]:
-        """How many numbers of each token of a run are kept: of the convolution, and of the delta rule."""
-        return self.columns, (self.columns + 2 * self.num_heads if self.num_heads else 0)
+        """How many numbers of each token of a run are kept: of the convolution, and of the matrices."""
+        return self.columns, (self.columns + self.num_gates if self.num_heads else 0)
 
     def num_bytes(self, element_bytes: int, num_run_places: int = 0) -> int:
         """Return the bytes of a sequence's state, and of the inputs of so many tokens of runs.
@@ -82,4 +82,9 @@ class StateSpec:
     @property
     def num_inputs(self) -> int:
         """Number of outputs of the input projections of "delta" and "mamba2", including the gates."""
-        return self.columns + self.num_values + self.num_heads * (2 if self.kind == "delta" else 1)
+        return self.columns + self.num_values + self.num_gates
+
+    @property
+    def num_gates(self) -> int:
+        """Numbers per token that decide how the matrices of all heads change."""
+        return self.num_heads * (2 if self.kind == "delta" else 1)

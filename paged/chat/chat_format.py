@@ -194,7 +194,8 @@ def _log(found: ChatFormat, fitting: list[ChatSyntax], *, is_auto: bool, templat
             ", ".join(entry.name for entry in CHAT_FORMATS),
         )
     elif found.tools is not None:
-        has = ", ".join(found.tools.entry.present if by_template else found.tools.entry.model_types)
+        entry = found.tools.entry
+        has = ", ".join(entry.marks_in(template) if by_template else entry.model_types)
         why = f" ({source} has {has})" if is_auto and fitting else ""
         others = ", ".join(entry.name for entry in fitting[1:])
         more = f"; {others} would fit, too" if is_auto and others else ""

@@ -112,7 +112,8 @@ class ChatSyntax:
     name, aliases: values of --tool-call-parser; the aliases are vLLM's names.
     families: the families of models that use the format, for the documentation.
     present, absent: texts that the chat templates of these families contain, and texts that they do not
-        contain. The first format in the table that fits a template is taken.
+        contain. Of a tuple of texts, a template contains at least one. The first format in the table that
+        fits a template is taken.
     model_types: values of model_type in config.json that select the format if there is no template.
     variants: the ways to write calls. The first variant whose texts the template contains is taken, or else
         the last. The parser of the first variant reads the others too.
@@ -126,7 +127,7 @@ class ChatSyntax:
     families: str
     variants: Sequence[tuple[Sequence[str], CallSyntax]]
     aliases: Sequence[str] = ()
-    present: Sequence[str] = ()
+    present: Sequence[str | tuple[str, ...]] = ()
     absent: Sequence[str] = ()
     model_types: Sequence[str] = ()
     ends: Sequence[str] = ()
@@ -136,11 +137,14 @@ class ChatSyntax:
 
     def fits(self, template: str) -> bool:
         """Return whether a chat template may belong to a model that writes this format."""
-        return (
-            bool(self.present)
-            and all(text in template for text in self.present)
-            and not any(text in template for text in self.absent)
-        )
+        return bool(self.marks_in(template))
+
+    def marks_in(self, template: str) -> list[str]:
+        """Return the texts of `present` that a fitting chat template contains; of another template none."""
+        choices = [(texts,) if isinstance(texts, str) else texts for texts in self.present]
+        found = [[text for text in texts if text in template] for texts in choices]
+        is_other = any(text in template for text in self.absent)
+        return [] if is_other or not all(found) else [text for texts in found for text in texts]
 
     def calls(self, template: str) -> CallSyntax:
         """Return how a model with this chat template writes calls."""
@@ -336,7 +340,7 @@ CHAT_FORMATS: Sequence[ChatSyntax] = (
     ChatSyntax(
         name="lfm2",
         families="LFM2 and 2.5",
-        present=["<|tool_list_start|>"],
+        present=[("<|tool_list_start|>", "<|tool_call_start|>")],  # only some versions show both
         model_types=["lfm2", "lfm2_moe"],
         reasoning=["think"],
         variants=_only(

@@ -6,8 +6,6 @@ from ..architectures.config import ModelConfig
 from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 
-# The kinds of states whose kernels apply a run of drafts once it is known which were right.
-KINDS_WITH_RUNS = {"conv", "delta"}
 # A gap between snapshots that takes as long as this to compute is worth one more.
 GAP_S = 0.2
 
@@ -38,13 +36,6 @@ def check_options(config: EngineConfig, model: ModelConfig, *, is_draft: bool) -
         raise ConfigError(
             f"state_interval {config.state_interval} says where snapshots are left for the prefix cache, and "
             f"there is none with {absent}: omit one of both"
-        )
-    kinds = {spec.kind for spec in model.states.values()}
-    if config.speculation is not None and not kinds <= KINDS_WITH_RUNS:
-        raise ConfigError(
-            f"speculative_config is not supported for {architecture}, whose layers keep states of the kind "
-            f"{', '.join(sorted(kinds - KINDS_WITH_RUNS))}; it is for those of "
-            f"{' and '.join(sorted(KINDS_WITH_RUNS))}: leave it out"
         )
     if is_draft:
         raise ConfigError(

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from paged import BeamSearchParams, ConfigError, LLMEngine, SamplingParams
+from paged import BeamSearchParams, LLMEngine, SamplingParams
 from paged.drafting.drafter import Draft
 from paged.drafting.drafters import new_drafter
 from paged.options.speculative_config import SpeculativeConfig
@@ -21,7 +21,6 @@ from tests.engine.test_hybrids import PROMPTS, SWAP, bits, run
 from tests.support.checkpoints import HYBRIDS, VOCAB_SIZE, checkpoint, new_engine, reference
 from tests.support.ranks import ranked_engines
 
-NAMES = [name for name in HYBRIDS if name.startswith(("qwen", "lfm"))]
 MOST = 4
 LENGTH = 48  # tokens of an answer
 # The number of guesses, and how many of them are right before a wrong one.
@@ -77,13 +76,13 @@ def settled_seats(engine) -> list[SettledSeat]:
 def alone():
     """Return the bits of each prompt alone, computed whole and without drafts."""
     found = {}
-    for name in NAMES:
+    for name in HYBRIDS:
         engine = new_engine(checkpoint(name))
         found[name] = [run(engine, [prompt], LENGTH)[0][0] for prompt in PROMPTS]
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_bits_do_not_depend_on_drafts(name, alone):
     """Of every number, the first wrong one in every place; all at once, in chunks, preempted both ways."""
     made = set()
@@ -119,7 +118,9 @@ def test_steps_with_runs_are_recorded_as_without(name, alone):
     assert run(engine, PROMPTS, LENGTH)[0] == expected
 
 
-@pytest.mark.parametrize(("name", "num_stages", "num_shards"), [("qwen3_5", 1, 2), ("lfm2", 2, 1)])
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_shards"), [("qwen3_5", 1, 2), ("lfm2", 2, 1), ("nemotron_h", 1, 2)]
+)
 def test_ranks_give_the_bits_of_one_process(name, num_stages, num_shards, alone):
     """With steps in flight, runs of drafts, and requests that are swapped behind a run."""
     with ranked_engines(num_stages, num_shards):
@@ -144,7 +145,7 @@ def test_every_drafter(method, alone):
     assert stats.num_swap_preemptions
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_a_fork_and_a_swap_between_two_runs(name, alone):
     """Of a request whose last run its state has not seen; the parent goes on, ends, or gives its seat up."""
     for ends in (False, True):
@@ -254,20 +255,13 @@ def test_other_backends_give_the_tokens_of_transformers(backend):
     assert engine.stats().num_accepted_tokens
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_inputs_of_runs_are_counted(name):
     """What a seat keeps for drafts is memory of the states, before any is allocated."""
     plain, engine = (new_engine(checkpoint(name), max_num_seqs=5, **options) for options in ({}, NGRAM))
     without, sizes = plain.runner.sizes, engine.runner.sizes
     assert without.seat_bytes == without.state_bytes == sizes.state_bytes
-    columns = {"qwen3_5": 3 * (128 + 128 + 2 * 4), "lfm2": 2 * 48}[name]
+    columns = {"qwen3_5": 3 * (128 + 128 + 2 * 4), "lfm2": 2 * 48, "falcon_h1": 2 * (64 + 64 + 5)}[name]
     assert sizes.seat_bytes - sizes.state_bytes == 2 * (1 + MOST) * 4 * columns
     assert engine.runner.kv_cache.states.num_bytes == sizes.all_state_bytes == 5 * sizes.seat_bytes
     assert plain.runner.kv_cache.states.num_bytes == without.all_state_bytes
-
-
-@pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1"])
-def test_kinds_without_runs_are_refused(name):
-    message = r"speculative_config is not supported for \w+, whose layers keep states of the kind mamba2;"
-    with pytest.raises(ConfigError, match=message):
-        new_engine(checkpoint(name), **NGRAM)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig
 
 from paged import BeamSearchParams, ConfigError, SamplingParams
-from paged.architectures.config import DEMO
 from paged.model.cache.states import runs_of
 from paged.runner.states import seats_in
 from tests.support.checkpoints import (
-    CONFIGS,
     HYBRIDS,
     Reference,
     assert_all_free,
@@ -25,7 +20,6 @@ from tests.support.checkpoints import (
     edit_json,
     new_engine,
     ragged_prompts,
-    random_model,
     reference,
 )
 
@@ -234,30 +228,3 @@ def test_published_configs_and_tensors_of_other_forms(tmp_path):
     edit_json(lfm2 / "config.json", **older, tie_word_embeddings=None, tie_embedding=True)
     expected = Reference(lfm2).greedy(PROMPTS[0], 16)[0]
     assert run(new_engine(lfm2), PROMPTS[:1])[0][0][0] == expected
-
-
-def test_a_chat_is_answered(tmp_path):
-    """With a template like that of Qwen3.5, whose tool calls and reasoning are read by its format."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, tmp_path)
-    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"]
-    config = Qwen3_5TextConfig(**{**CONFIGS["qwen3_5"]().to_dict(), "vocab_size": len(tokens) + 16})
-    random_model(config).save_pretrained(tmp_path)
-    template = (
-        "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>\n"
-        "<tool_call>\n<function=example>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-        "{% endif %}"
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    )
-    edit_json(tmp_path / "tokenizer_config.json", chat_template=template)
-    engine = new_engine(tmp_path, skip_tokenizer_init=False)
-    messages = [{"role": "user", "content": "def add(a, b):"}]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    (output,) = engine.chat(messages, params, use_tqdm=False)
-    completion = output.outputs[0]
-    assert len(completion.token_ids) == 12
-    text = engine.tokenizer.decode(output.prompt_token_ids)
-    assert "<|im_start|>user\ndef add(a, b):<|im_end|>" in text
-    message = completion.message
-    assert message.get("reasoning") or message.get("content")

@@ -33,6 +33,7 @@ def test_drawn_cases_give_the_bits_of_prompts_alone():
         total += run_case(seed, 4)
     assert min(total[what] for what in ("hits", "forks", "moved with hits", "cut")) > 2, total
     assert total["swapped"] + total["recomputed"], total
+    assert min(total["accepted"], total["wrong"]) > 100, total
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])

@@ -264,17 +264,18 @@ def test_runs_leave_states_as_they_were(name, dtype, dims):
     kernels = load_kernels(name)
     rng = random.Random(0)
     longest, total, num_seqs = 3, 14, 3
-    delta = delta_case(dtype, dims, [total] * num_seqs, [0] * num_seqs)
-    conv = conv_case(dtype, 37, 4, gated=True, with_bias=True, lengths=[total] * num_seqs, contexts=[0, 0, 0])
-    expected = {
-        "qkv": kernels.gated_delta(**delta | {"states": delta["states"].clone()}),
-        "x": kernels.short_conv(**conv | {"states": conv["states"].clone()}),
-    }
-    cases = {"qkv": (kernels.gated_delta, delta), "x": (kernels.short_conv, conv)}
-    places = {
-        row: torch.full((NUM_SLOTS, 2 * longest, width), torch.nan, dtype=dtype, device=DEVICE)
-        for row, width in (("qkv", delta["qkv"].shape[1] + 2 * dims[1]), ("x", 37))
-    }
+    whole = [total] * num_seqs, [0] * num_seqs
+    conv = conv_case(dtype, 37, 4, gated=True, with_bias=True, lengths=whole[0], contexts=whole[1])
+    cases = [  # with the inputs of a token, of which the first is that of wrong tokens
+        (kernels.gated_delta, delta_case(dtype, dims, *whole), ("qkv", "gates")),
+        (kernels.mamba2_scan, scan_case(dtype, dims, *whole), ("x", "time_steps")),
+        (kernels.short_conv, conv, ("x",)),
+    ]
+    expected = [operation(**case | {"states": case["states"].clone()}) for operation, case, _ in cases]
+    places = [
+        torch.full((NUM_SLOTS, 2 * longest, width), torch.nan, dtype=dtype, device=DEVICE)
+        for width in (*(sum(case[key].shape[1] for key in keys) for _, case, keys in cases[:2]), 37)
+    ]
     done, unapplied = [0] * num_seqs, [0] * num_seqs
     while min(done) < total:
         lengths, right, rows, are_runs = [], [], [], []
@@ -289,11 +290,11 @@ def test_runs_leave_states_as_they_were(name, dtype, dims):
             "runs": torch.tensor([*zip(unapplied, map(int, are_runs), strict=True)]).int().to(DEVICE)
         }
         is_wrong = torch.cat([torch.arange(n) >= m for n, m in zip(lengths, right, strict=True)]).to(DEVICE)
-        for row, (operation, case) in cases.items():
-            own = {key: case[key][rows] for key in (row, "gates") if key in case}
-            own[row][is_wrong] = torch.nan
-            found = operation(**case | step | own | {"run_inputs": places[row]})
-            wanted = expected[row][rows]
+        for (operation, case, keys), outs, own_places in zip(cases, expected, places, strict=True):
+            own = {key: case[key][rows] for key in keys}
+            own[keys[0]][is_wrong] = torch.nan
+            found = operation(**case | step | own | {"run_inputs": own_places})
+            wanted = outs[rows]
             if name == "numba":
                 assert torch.equal(found[~is_wrong], wanted[~is_wrong])
             torch.testing.assert_close(found[~is_wrong], wanted[~is_wrong], rtol=8 * EPS[dtype], atol=1e-4)

@@ -6,6 +6,7 @@ Their texts are rewritten; the marks, the order of the parts and the blanks are 
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -66,6 +67,13 @@ value
 
 def _chatml(says: str, call: str, think: str = "") -> str:
     return _CHATML_TOOLS + says + _CHATML_TURNS.replace("@CALL@", call).replace("@THINK@", think)
+
+
+def _granite4() -> str:
+    """Return Granite 4's turns: those of ChatML with other marks."""
+    text = _chatml(_HERMES_SAYS, _HERMES_CALL).replace(_NO_THINK, "").replace("<|im_end|>", "<|end_of_text|>")
+    text = re.sub(r"<\|im_start\|>(\w+)\n", r"<|start_of_role|>\1<|end_of_role|>", text)
+    return text.replace("'<|im_start|>' + m.role + '\n'", "'<|start_of_role|>' + m.role + '<|end_of_role|>'")
 
 
 _GLM45 = """[gMASK]<sop>
@@ -192,6 +200,19 @@ _LFM2 = (
 {{- call_of(call) }}{%- endfor %}{{- ']<|tool_call_end|>' }}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 )
+# Marks of lists of tools are no more, the template says what is for training, and texts have single quotes.
+_LFM2_5 = """{{- bos_token }}{%- macro put(value) -%}{%- if value is string -%}{{- "'" + value + "'" -}}
+{%- elif value is mapping -%}{{- value | tojson -}}{%- else -%}{{- value | string -}}{%- endif -%}{%- endmacro -%}
+{%- if tools %}{{- '<|im_start|>system\nToday: ' + strftime_now('%Y-%m-%d') + '\nTools: ' + tools | tojson }}
+{{- '<|im_end|>\n' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}{%- generation %}
+{%- if m.thinking is defined %}{{- '<think>' + m.thinking + '</think>' }}{%- endif %}{{- m.content or '' }}
+{%- if m.tool_calls %}{{- '<|tool_call_start|>[' }}{%- for call in m.tool_calls %}{{- '' if loop.first else ', ' }}
+{{- call.function.name + '(' -}}{%- for key, value in call.function.arguments | items -%}
+{{- key -}}={{- put(value) -}}{{- '' if loop.last else ', ' -}}{%- endfor -%}{{- ')' }}{%- endfor %}
+{{- ']<|tool_call_end|>' }}{%- endif %}{{- '<|im_end|>\n' }}{%- endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 _NEMOTRON_NANO_2 = """{{- '<SPECIAL_10>System\n' }}{%- if tools %}{{- '<AVAILABLE_TOOLS>' + tools | tojson }}
 {{- '</AVAILABLE_TOOLS>\nCall tools by <TOOLCALL>[{"name": name, "arguments": {}}]</TOOLCALL>' }}{%- endif %}{{- '\n' }}
 {%- for m in messages %}{%- if m.role == 'user' %}{{- '<SPECIAL_11>User\n' + m.content + '\n' }}
@@ -285,16 +306,12 @@ PUBLISHED = {
         _chatml(_HERMES_SAYS, _HERMES_CALL, "<think>\\n"), "hermes", "think", _IM_END, True
     ),
     "SmolLM3-3B": Published(_chatml(_HERMES_SAYS, _HERMES_CALL), "hermes", "think", _IM_END, True),
-    "granite-4.0-micro": Published(
-        _chatml(_HERMES_SAYS, _HERMES_CALL)
-        .replace(_NO_THINK, "")
-        .replace("<|im_start|>", "<|start_of_role|>"),
-        "hermes",
-        None,
-        _IM_END,
-    ),
+    "granite-4.0-micro": Published(_granite4(), "hermes", None, ("<|end_of_text|>\n",)),
     "Qwen3-Coder-30B-A3B": Published(
         _chatml(_CODER_SAYS, _CODER_CALL).replace(_NO_THINK, ""), "qwen3_coder", None, _IM_END
+    ),
+    "Qwen3-Next-80B-A3B-Thinking": Published(
+        _chatml(_HERMES_SAYS, _HERMES_CALL, "<think>\\n"), "hermes", "think", _IM_END, True
     ),
     "Qwen3.5-35B-A3B": Published(
         _chatml(_CODER_SAYS, _CODER_CALL, "<think>\\n"), "qwen3_coder", "think", _IM_END, True
@@ -306,6 +323,7 @@ PUBLISHED = {
         _NEMOTRON_NANO_2, "nemotron_json", "think", ("\n<SPECIAL_12>\n",)
     ),
     "LFM2-1.2B": Published(_LFM2, "lfm2", None, _IM_END),
+    "LFM2.5-8B-A1B": Published(_LFM2_5, "lfm2", "think", _IM_END, True),
     "Falcon-H1-7B-Instruct": Published(
         _chatml(_HERMES_SAYS, _HERMES_CALL).replace(_NO_THINK, ""), "hermes", None, _IM_END
     ),

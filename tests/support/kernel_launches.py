@@ -292,6 +292,12 @@ def _mamba_launches(
     given = of_heads, of_heads, of_heads, states
     limits = 0.001, float("inf")
     yield "", lambda: kernels.mamba2_scan(mixed, steps, *given, *sequence, limits=limits)
+    # With the inputs of runs of 4 drafts.
+    runs = torch.zeros(1, 2, dtype=torch.int32)
+    wide = *sequence, torch.empty(4, 10, columns, dtype=dtype), runs
+    yield "bias, runs", lambda: kernels.short_conv(x, taps, of_columns, inputs, *wide, gated=False)
+    rows = *sequence, torch.empty(4, 10, columns + num_heads, dtype=dtype), runs
+    yield "runs", lambda: kernels.mamba2_scan(mixed, steps, *given, *rows, limits=limits)
     groups, weight = torch.empty(num_tokens, 8, 512, dtype=dtype), torch.empty(inner, dtype=dtype)
     yield "gate first", lambda: kernels.gated_norm(groups, weight, gate, 1e-5, gate_first=True)
     yield "no norm", lambda: kernels.gated_norm(groups, None, gate, 1e-5)  # Falcon-H1's

@@ -52,7 +52,7 @@ def _apply(
 
 
 @triton.jit
-def _keep(source_ptr, place_ptr, offs, mask):
+def keep(source_ptr, place_ptr, offs, mask):
     """Copy some inputs of a token to its place among those of the run."""
     tl.store(place_ptr + offs, tl.load(source_ptr + offs, mask=mask), mask=mask)
 
@@ -145,7 +145,7 @@ def _gated_delta_kernel(
             for i in range(end - start):
                 row = qkv_ptr + i * stride_qkv
                 place = run_inputs_ptr + (position + i) % NUM_PLACES * PLACE
-                _keep(row, place, 2 * QUERIES + head * VALUE_DIM + offs_value, mask_value)
+                keep(row, place, 2 * QUERIES + head * VALUE_DIM + offs_value, mask_value)
                 if is_first:
                     gates = gates_ptr + i * stride_gates
                     place += COLUMNS + head
@@ -153,8 +153,8 @@ def _gated_delta_kernel(
                     tl.store(place + NUM_HEADS, tl.load(gates + NUM_HEADS))
                     if head % (NUM_HEADS // NUM_KEY_HEADS) == 0:
                         place -= COLUMNS + head
-                        _keep(row, place, key_head * KEY_DIM + offs_key, mask_key)
-                        _keep(row, place, QUERIES + key_head * KEY_DIM + offs_key, mask_key)
+                        keep(row, place, key_head * KEY_DIM + offs_key, mask_key)
+                        keep(row, place, QUERIES + key_head * KEY_DIM + offs_key, mask_key)
     for _ in range(start, end):
         state, out = _apply(
             state,

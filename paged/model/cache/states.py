@@ -25,7 +25,7 @@ class LayerStates(NamedTuple):
     matrices: Tensor | None  # f32[num_slots, num_heads, key_dim, value_dim]; None: the layer has none
     # [num_seats, num_run_places, numbers] of tokens of runs; None: there are no drafts, or no matrices
     run_columns: Tensor | None = None  # what the convolution reads
-    run_rows: Tensor | None = None  # what the delta rule reads
+    run_rows: Tensor | None = None  # what the kernel of the matrices reads
 
 
 class Run(NamedTuple):

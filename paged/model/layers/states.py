@@ -187,8 +187,8 @@ class Mamba2(StateLayer):
             heads = heads.take(shard.share(whole.num_heads))
             if not self.is_gathered:
                 norm = norm.take(values)
-        num_heads = self.spec.num_heads
-        self.inputs = Linear(config.hidden_size, stored, bias=whole.bias, num_precise=num_heads)
+        self.input_size = self.spec.columns + self.spec.num_heads
+        self.inputs = Linear(config.hidden_size, stored, bias=whole.bias, num_precise=self.spec.num_heads)
         self.conv = ConvWeight(conv, whole.width, bias=whole.conv_bias)
         self.decay = Decay(heads, whole)
         self.norm = None if whole.norm is None else Weights(norm)
@@ -200,24 +200,35 @@ class Mamba2(StateLayer):
 
     def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
-        kernels = self.kernels
-        seats, seq_lens, cu_seqlens_q, runs = sequences
-        assert runs is None, "Mamba-2 has no runs of drafts: see KINDS_WITH_RUNS"
-        where = seats, seq_lens, cu_seqlens_q
         made: Tensor = self.inputs(hidden)
         gate, x, steps = torch.split(made, [spec.num_values, spec.columns, spec.num_heads], dim=1)
-        x = kernels.short_conv(x, self.conv.weight, self.conv.bias, states.last_inputs, *where, gated=False)
-        assert states.matrices is not None, "Mamba-2 keeps matrices"
-        decay = self.decay
-        given = decay.rates, decay.dt_bias, decay.D, states.matrices
-        out = kernels.mamba2_scan(x, steps, *given, *where, limits=spec.limits)
+        out = self._advance(x, steps, states, sequences)
         if self.is_gathered:
             out = gather(out.flatten(1), self.shard)
             gate = gather(gate, self.shard)
         weight = None if self.norm is None else self.norm.weight
         first = spec.norm == "gate_first"
-        gated = kernels.gated_norm(out.view(len(out), *self.groups), weight, gate, self.eps, gate_first=first)
+        grouped = out.view(len(out), *self.groups)
+        gated = self.kernels.gated_norm(grouped, weight, gate, self.eps, gate_first=first)
         return gated.view(len(gated), -1, spec.value_dim)
+
+    def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        x, steps = torch.split(inputs, [self.spec.columns, self.spec.num_heads], dim=1)
+        return self._advance(x, steps, states, sequences)
+
+    def _advance(self, x: Tensor, steps: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        seats, seq_lens, cu_seqlens_q, runs = sequences
+        where = seats, seq_lens, cu_seqlens_q
+        conv = self.conv
+        decay = self.decay
+        assert states.matrices is not None, "Mamba-2 keeps matrices"
+        x = self.kernels.short_conv(
+            x, conv.weight, conv.bias, states.last_inputs, *where, states.run_columns, runs, gated=False
+        )
+        given = decay.rates, decay.dt_bias, decay.D, states.matrices
+        return self.kernels.mamba2_scan(
+            x, steps, *given, *where, states.run_rows, runs, limits=self.spec.limits
+        )
 
 
 class ShortConv(StateLayer):

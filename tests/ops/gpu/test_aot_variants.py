@@ -34,9 +34,9 @@ def test_batches_do_not_multiply_binaries(found, target, model):
         "_scale_and_cap_kernel": 2,  # of embeddings and of logits
         "_scale_rows_kernel": 1,
         "_copy_blocks_kernel": 1,
-        "_short_conv_kernel": 5,  # gated and not, each with runs of drafts, too, and with a bias
+        "_short_conv_kernel": 6,  # gated, not gated, and with a bias, each with runs of drafts, too
         "_gated_delta_kernel": 2,  # with runs of drafts, too
-        "_mamba2_scan_kernel": 1,
+        "_mamba2_scan_kernel": 2,  # with runs of drafts, too
         "_gated_norm_kernel": 3,  # before the gate, behind it, and the gate alone
         "_scale_by_sigmoid_kernel": 1,
         "_add_lora_kernel": 2,  # adapters of Q, K and V, and of `down`

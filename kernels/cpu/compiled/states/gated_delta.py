@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import FLOAT32, ITEM_SIZES
+from ...formats import ITEM_SIZES
 from ...states.gated_delta import GATED_DELTA, WIDE
 from ...target import LANES, VECTOR_BYTES
 from ..kernels import each_unit
 from ..rows.row_kernel import by_kind_with
 from ..simd.memory import get_float, get_int, load, some_of, store
 from ..simd.vectors import fma, function, multiply, padded, splat, total
+from .columns import copy_of, copy_state, forget, load_columns, store_columns
 
 _EPS = np.float32(1e-6)
-(_load_columns, _store_columns) = some_of(FLOAT32)
 
 
 @function
@@ -96,7 +96,7 @@ def _remember_some(states, keys, key_dim, row_bytes, found, count):
     for c in range(0, count, LANES):
         m = splat(np.float32(0.0))
         for i in range(key_dim):
-            state = _load_columns(states + i * row_bytes + 4 * c, count - c)
+            state = load_columns(states + i * row_bytes + 4 * c, count - c)
             m = fma(state, splat(get_float(keys + 4 * i)), m)
         store(found + 4 * c, m)
 
@@ -110,21 +110,13 @@ def _write_some(states, keys, queries, next_keys, key_dim, row_bytes, decay, cha
         o = m = splat(np.float32(0.0))
         for i in range(key_dim):
             row = states + i * row_bytes + 4 * c
-            state = multiply(_load_columns(row, count - c), d)
+            state = multiply(load_columns(row, count - c), d)
             state = fma(u, splat(get_float(keys + 4 * i)), state)
-            _store_columns(row, state, count - c)
+            store_columns(row, state, count - c)
             o = fma(state, splat(get_float(queries + 4 * i)), o)
             m = fma(state, splat(get_float(next_keys + 4 * i)), m)
         store(changes + 4 * c, o)
         store(found + 4 * c, m)
-
-
-@function
-def _forget(states, key_dim, row_bytes, count):
-    """Begin with a state of zeros."""
-    for i in range(key_dim):
-        for c in range(0, count, LANES):
-            _store_columns(states + i * row_bytes + 4 * c, splat(np.float32(0.0)), count - c)
 
 
 @function
@@ -144,6 +136,7 @@ def _decay(rate, x):
 def _run(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     (load_some, store_some) = some_of(kind)
+    copy_numbers = copy_of(kind)
 
     @function
     def read(numbers, to, size):
@@ -214,11 +207,6 @@ def _run(kind: int) -> Any:
             key_scale = next_scale
 
     @function
-    def copy_numbers(source, to, count):
-        for c in range(0, count, LANES):
-            store_some(to + c * size_of, load_some(source + c * size_of, count - c), count - c)
-
-    @function
     def keep_inputs(args, head, first, count, places, position, start, end):
         """Keep what this unit reads of a run's tokens, or what it shares with others if it is their first."""
         shares = args.num_heads // args.num_key_heads
@@ -241,14 +229,6 @@ def _run(kind: int) -> Any:
                     copy_numbers(row + query_bytes + key_at, place + query_bytes + key_at, args.key_dim)
 
     @function
-    def copy_state(states, row_bytes, key_dim, count, to):
-        """Copy `count` columns of a state into rows of WIDE vectors."""
-        for i in range(key_dim):
-            for c in range(0, count, LANES):
-                number = _load_columns(states + i * row_bytes + 4 * c, count - c)
-                _store_columns(to + i * WIDE * VECTOR_BYTES + 4 * c, number, count - c)
-
-    @function
     def run_sequence(args, head, first, count, sequence, start, end, scratch):
         """Apply the tokens of a sequence, after those of its last run that its state has not seen."""
         slot = np.int64(get_int(args.slots + 4 * sequence))
@@ -257,7 +237,7 @@ def _run(kind: int) -> Any:
         row_bytes = 4 * args.value_dim
         position = np.int64(get_int(args.seq_lens + 4 * sequence)) - (end - start)
         if position == 0:
-            _forget(states, args.key_dim, row_bytes, count)
+            forget(states, args.key_dim, row_bytes, count)
         unapplied = np.int64(0)
         is_run = False
         if args.runs != 0:

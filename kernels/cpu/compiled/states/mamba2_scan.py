@@ -6,6 +6,9 @@ With a time step t and the decay d = e^(rate t), a token does
 
 Each number of S and out is one chain of multiply-adds over the rows of S, in their order, for a token of a
 prompt as for a decode: so the bits do not depend on how tokens are divided among steps.
+
+A run of drafts changes a copy of the state, and its inputs are kept. Those of its tokens that turned out
+right are applied by the next step, before its own.
 """
 
 import math
@@ -13,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import FLOAT32, ITEM_SIZES
+from ...formats import ITEM_SIZES
 from ...states.gated_delta import WIDE
 from ...states.mamba2_scan import MAMBA2_SCAN
 from ...target import LANES, VECTOR_BYTES
@@ -21,8 +24,7 @@ from ..kernels import each_unit
 from ..rows.row_kernel import by_kind_with
 from ..simd.memory import get_float, get_int, load, some_of, store
 from ..simd.vectors import fma, function, multiply, padded, splat, total
-
-(_load_columns, _store_columns) = some_of(FLOAT32)
+from .columns import copy_of, copy_state, forget, load_columns, store_columns
 
 
 @function
@@ -68,19 +70,11 @@ def _write_some(states, keys, queries, state_dim, row_bytes, decay, written, cou
         o = splat(np.float32(0.0))
         for i in range(state_dim):
             row = states + i * row_bytes + 4 * c
-            state = multiply(_load_columns(row, count - c), d)
+            state = multiply(load_columns(row, count - c), d)
             state = fma(u, splat(get_float(keys + 4 * i)), state)
-            _store_columns(row, state, count - c)
+            store_columns(row, state, count - c)
             o = fma(state, splat(get_float(queries + 4 * i)), o)
         store(written + 4 * c, o)
-
-
-@function
-def _forget(states, state_dim, row_bytes, count):
-    """Begin with a state of zeros."""
-    for i in range(state_dim):
-        for c in range(0, count, LANES):
-            _store_columns(states + i * row_bytes + 4 * c, splat(np.float32(0.0)), count - c)
 
 
 @function
@@ -98,6 +92,7 @@ def _time_step(x, least, most):
 def _run(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     (load_some, store_some) = some_of(kind)
+    copy_numbers = copy_of(kind)
 
     @function
     def read(numbers, to, size):
@@ -106,11 +101,15 @@ def _run(kind: int) -> Any:
             store(to + 4 * i, load_some(numbers + i * size_of, size - i))
 
     @function
-    def run_tokens(args, head, first, count, states, start, end, scratch):
-        """Apply the tokens of a sequence to `count` columns of a head, from the column `first` on."""
+    def run_tokens(args, head, first, count, states, row_bytes, source, start, end, out, scratch):
+        """Apply the tokens [start, end) of a sequence to `count` columns of a head, from column `first` on.
+
+        source: where rows of inputs and of time steps are, and how far apart; token t is in row t % num_rows.
+        out: 0 keeps no results.
+        """
+        rows, row_stride, steps, steps_stride, num_rows = source
         state_dim = args.state_dim
         head_dim = args.head_dim
-        row_bytes = 4 * head_dim
         keys = scratch
         queries = scratch + 4 * padded(state_dim)
         written = queries + 4 * padded(state_dim)
@@ -124,9 +123,8 @@ def _run(kind: int) -> Any:
         skip = splat(get_float(args.skip + 4 * head))
         is_wide = count == WIDE * LANES
         for token in range(start, end):
-            row = args.x + token * args.x_stride
-            step_at = args.time_steps + token * args.steps_stride + head * size_of
-            raw = np.float64(total(load_some(step_at, 1)))
+            row = rows + token % num_rows * row_stride
+            raw = np.float64(total(load_some(steps + token % num_rows * steps_stride + head * size_of, 1)))
             step = _time_step(raw + time_bias, args.least, args.most)
             decay = np.float32(math.exp(rate * step))
             factor = splat(np.float32(step))
@@ -139,10 +137,76 @@ def _run(kind: int) -> Any:
                 _write(states, keys, queries, state_dim, row_bytes, decay, written)
             else:
                 _write_some(states, keys, queries, state_dim, row_bytes, decay, written, count)
-            out = args.out + ((token * args.num_heads + head) * head_dim + first) * size_of
-            for c in range(0, count, LANES):
-                number = load_some(row + x_at + c * size_of, count - c)
-                store_some(out + c * size_of, fma(number, skip, load(written + 4 * c)), count - c)
+            if out != 0:
+                to = out + ((token * args.num_heads + head) * head_dim + first) * size_of
+                for c in range(0, count, LANES):
+                    number = load_some(row + x_at + c * size_of, count - c)
+                    store_some(to + c * size_of, fma(number, skip, load(written + 4 * c)), count - c)
+
+    @function
+    def keep_inputs(args, head, first, count, places, position, start, end):
+        """Keep what this unit reads of a run's tokens, or what it shares with others if it is their first."""
+        shares = args.num_heads // args.num_groups
+        x_at = (head * args.head_dim + first) * size_of
+        key_at = (args.num_heads * args.head_dim + head // shares * args.state_dim) * size_of
+        group_bytes = args.num_groups * args.state_dim * size_of
+        steps_at = args.num_heads * args.head_dim * size_of + 2 * group_bytes
+        place_bytes = steps_at + args.num_heads * size_of
+        for token in range(start, end):
+            row = args.x + token * args.x_stride
+            place = places + (position + token - start) % args.num_places * place_bytes
+            copy_numbers(row + x_at, place + x_at, count)
+            if first == 0:
+                step = args.time_steps + token * args.steps_stride + head * size_of
+                copy_numbers(step, place + steps_at + head * size_of, 1)
+                if head % shares == 0:
+                    copy_numbers(row + key_at, place + key_at, args.state_dim)
+                    copy_numbers(row + key_at + group_bytes, place + key_at + group_bytes, args.state_dim)
+
+    @function
+    def run_sequence(args, head, first, count, sequence, start, end, scratch):
+        """Apply the tokens of a sequence, after those of its last run that its state has not seen."""
+        slot = np.int64(get_int(args.slots + 4 * sequence))
+        states = args.states + slot * args.state_stride
+        states += 4 * (head * args.state_dim * args.head_dim + first)
+        row_bytes = 4 * args.head_dim
+        position = np.int64(get_int(args.seq_lens + 4 * sequence)) - (end - start)
+        if position == 0:
+            forget(states, args.state_dim, row_bytes, count)
+        unapplied = np.int64(0)
+        is_run = False
+        if args.runs != 0:
+            unapplied = np.int64(get_int(args.runs + 8 * sequence))
+            is_run = get_int(args.runs + 8 * sequence + 4) != 0
+        places = args.run_inputs + slot * args.run_stride
+        steps_at = (args.num_heads * args.head_dim + 2 * args.num_groups * args.state_dim) * size_of
+        place_bytes = steps_at + args.num_heads * size_of
+        for is_new in range(0 if unapplied > 0 else 1, 2):
+            rows = places
+            row_stride = place_bytes
+            steps = places + steps_at
+            steps_stride = place_bytes
+            num_rows = args.num_places
+            begin = position - unapplied
+            stop = position
+            out = np.int64(0)
+            if is_new:
+                rows = args.x
+                row_stride = args.x_stride
+                steps = args.time_steps
+                steps_stride = args.steps_stride
+                num_rows = args.num_tokens
+                begin = start
+                stop = end
+                out = args.out
+                if is_run:
+                    keep_inputs(args, head, first, count, places, position, start, end)
+                    copied = scratch + 4 * 2 * padded(args.state_dim) + WIDE * VECTOR_BYTES
+                    copy_state(states, row_bytes, args.state_dim, count, copied)
+                    states = copied
+                    row_bytes = np.int64(WIDE * VECTOR_BYTES)
+            source = rows, row_stride, steps, steps_stride, num_rows
+            run_tokens(args, head, first, count, states, row_bytes, source, begin, stop, out, scratch)
 
     @function
     def run(args, unit, scratch):
@@ -154,12 +218,7 @@ def _run(kind: int) -> Any:
         while start < args.num_tokens:
             end = np.int64(get_int(args.cu_seqlens_q + 4 * (sequence + 1)))
             if end > start:
-                slot = np.int64(get_int(args.slots + 4 * sequence))
-                states = args.states + slot * args.state_stride
-                states += 4 * (head * args.state_dim * args.head_dim + first)
-                if np.int64(get_int(args.seq_lens + 4 * sequence)) == end - start:
-                    _forget(states, args.state_dim, 4 * args.head_dim, count)
-                run_tokens(args, head, first, count, states, start, end, scratch)
+                run_sequence(args, head, first, count, sequence, start, end, scratch)
             start = end
             sequence += 1
 
