@@ -63,8 +63,10 @@ class RowPenalties:
         """Inside, no row has a request's slot."""
         before = self._slots.clone()
         self._slots.fill_(SCRATCH_SLOT)
-        yield
-        self._slots.copy_(before)
+        try:
+            yield
+        finally:
+            self._slots.copy_(before)
 
     def apply(self, kernels: Kernels, logits: Tensor) -> None:
         """Penalise f32[num_rows, vocab_size] in place."""
