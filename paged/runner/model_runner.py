@@ -280,7 +280,7 @@ class ModelRunner(PartRunner):
 
     def graphs_over(self, kv_cache: KVCache) -> list[tuple[GraphStore[Any], KVCache]]:
         """Return the graphs of the model and of the draft model, each with the cache that they read."""
-        found = list[tuple[GraphStore[Any], KVCache]]()
+        found: list[tuple[GraphStore[Any], KVCache]] = []
         if self.decode_graphs is not None:
             found.append((self.decode_graphs, kv_cache))
         draft = self.draft_model
