@@ -15,7 +15,7 @@ from ..model.stream_shape import StreamShape
 from ..sampling.sampler import Draw
 from .batches.batches import Batches
 from .batches.seats import SeatedBatches
-from .graph_store import GraphKey, GraphStore, find_sizes
+from .graph_store import GraphKey, GraphStore, Way, find_sizes
 from .sizes import Sizes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StageGraphs(GraphStore[StageGraph]):
     ) -> None:
         self._model = model
         self._receive = receive
-        way = "logits" if is_last else "stream"
+        way: Way = "logits" if is_last else "stream"
         num_logits = vocab_size if is_last else 0
         super().__init__(batches, device, sizes, num_logits, [way], is_always_short=is_always_short)
         self._stream: Stream | None = None
@@ -114,15 +114,22 @@ class StageGraphs(GraphStore[StageGraph]):
         assert self._kv_cache is not None, "graphs are captured over a cache"
         num_tokens = key.num_tokens
         batch = self._batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
-        stream = self._stream
-        if stream is not None:
-            stream = Stream(*(None if each is None else each[:num_tokens] for each in stream))
+        stream = None if self._stream is None else _first_rows(self._stream, num_tokens)
         model = self._model
         if kept is None:
             return tensors_of(model.compute_part(batch, self._kv_cache, stream))
         logits = model.logits(model.forward(batch, self._kv_cache, stream))
         kept.copy_(logits)
         return model.kernels.greedy(logits)
+
+
+def _first_rows(stream: Stream, num_rows: int) -> Stream:
+    residual, hidden, inputs = stream
+    return Stream(
+        residual[:num_rows],
+        None if hidden is None else hidden[:num_rows],
+        None if inputs is None else inputs[:num_rows],
+    )
 
 
 def new_stage_graphs(
