@@ -61,6 +61,7 @@ from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
 from paged.runner.decode_graphs import DecodeGraphs
 from paged.runner.sizes import Sizes
+from paged.sampling.row_penalties import RowPenalties
 from paged.simulate.cost import decode_work, window_shares
 from paged.simulate.fleet import Fleet, FleetConfig
 from paged.simulate.model import read_model
@@ -138,9 +139,11 @@ def time_steps(
 def capture_graphs(engine: LLMEngine, num_requests: int) -> None:
     """Give the engine graphs of decodes of so many requests, whose replays do nothing."""
     runner = engine.runner
-    with mock.patch("paged.runner.decode_graphs.GraphPool", _NoGraphs):
+    sampler = runner.sampler
+    sampler.row_penalties = RowPenalties(sampler.history, runner.batches.capacity, runner.device)
+    with mock.patch("paged.runner.graph_store.GraphPool", _NoGraphs):
         graphs = runner.decode_graphs = DecodeGraphs(
-            *(runner.model, runner.batches, runner.sampler.of_seats, runner.device),
+            *(runner.model, runner.batches, sampler.of_seats, sampler.row_penalties, runner.device),
             [num_requests],
             VOCAB_SIZE,
             is_always_short=False,

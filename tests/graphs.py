@@ -1,8 +1,8 @@
 """CUDA graphs against steps without them, on a device that works late: the same tokens, for drawn engines.
 
-    python -m tests.graphs                 # every model, format of weights and of the KV cache
+    python -m tests.graphs                 # every model, format of weights and of the KV cache, and stages
     python -m tests.graphs gemma int8      # those with one of these words in their names
-    python -m tests.graphs --seeds 20      # drawn ones, of which CI runs a few
+    python -m tests.graphs --seeds 20      # drawn ones
     python -m tests.graphs --seed 7        # one of these
 
 Each engine draws tokens with parameters that change several fields of SamplingParams at once, of requests
@@ -16,6 +16,7 @@ import os
 import random
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
@@ -26,6 +27,7 @@ import pytest
 from paged import LLMEngine, SamplingParams
 from tests.support.checkpoints import CONFIGS
 from tests.support.late_cuda import late_cuda
+from tests.support.ranks import ranked_engines
 from tests.support.step_cases import CHANGES, QUANTISED, checkpoint_of
 
 # A tokenizer is needed for words; several samples begin with rows that share a prompt's last one.
@@ -39,6 +41,13 @@ EXCLUDED = {
 }
 CACHES = ("auto", "int8", "fp8")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
+# The inputs of layers, nothing left to add, experts, states, and runs of drafts.
+STAGED: dict[str, dict[str, Any]] = {
+    "gemma4": {},
+    "olmo2": {"speculative_config": DRAFTS},
+    "qwen3_moe": {},
+    "lfm2": {},
+}
 HYBRIDS = ("qwen3_5", "qwen3_next", "lfm2")  # which get no drafts yet
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
@@ -60,6 +69,7 @@ class Case(NamedTuple):
     model: str
     options: dict[str, Any]
     requests: list[tuple[list[int], SamplingParams]]
+    num_stages: int = 1
 
 
 def drawn_requests(rng: random.Random, names: list[str]) -> list[tuple[list[int], SamplingParams]]:
@@ -101,7 +111,9 @@ def drawn_case(seed: int) -> Case:
 
 
 def all_cases() -> list[Case]:
-    """Return every model, every format of weights and every KV cache once, with drawn parameters."""
+    """Return every model, every format of weights and every KV cache once, with drawn parameters; and stages
+    that send each other all that stages may.
+    """
     cases = []
     kinds: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in (*CONFIGS, *QUANTISED)]
     kinds += [("llama", {"kv_cache_dtype": cache}) for cache in CACHES[1:]]
@@ -109,6 +121,9 @@ def all_cases() -> list[Case]:
     for number, (model, options) in enumerate(kinds):
         name = " ".join([model, *options.values()])
         cases.append(Case(name, model, options, drawn_requests(random.Random(number), fields())))
+    for number, (model, options) in enumerate(STAGED.items()):
+        requests = drawn_requests(random.Random(number), fields())
+        cases.append(Case(f"{model} in stages", model, options, requests, 2))
     return cases
 
 
@@ -128,14 +143,17 @@ def run(case: Case, *, seed: int, enforce_eager: bool) -> Outcome:
     """Run a case on a late device. seed: of the order in which that works."""
     options = {**OPTIONS, **case.options, "enforce_eager": enforce_eager}
     prompts, params = zip(*case.requests, strict=True)
-    with late_cuda(seed) as gpu:
+    with late_cuda(seed) as gpu, ExitStack() as ranks:
+        if case.num_stages > 1:
+            ranks.enter_context(ranked_engines(case.num_stages, inside=gpu.here))
         engine = LLMEngine(checkpoint_of(case.model), **options)
         decodes = watch_decodes(engine)
         outputs = engine.generate(list(prompts), list(params), use_tqdm=False)
         engine.scheduler.check()
     samples = [sample for output in outputs for sample in output.outputs]
     sums = [sample.cumulative_logprob for sample in samples if sample.cumulative_logprob is not None]
-    return Outcome([sample.token_ids for sample in samples], sums, gpu.num_replays, len(decodes))
+    num_replays = gpu.num_replays // case.num_stages
+    return Outcome([sample.token_ids for sample in samples], sums, num_replays, len(decodes))
 
 
 def watch_decodes(engine: LLMEngine) -> list[int]:

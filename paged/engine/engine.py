@@ -74,25 +74,20 @@ def _new_executor(
 ) -> ModelRunner:
     """Load a model, in this process alone or divided among ranks. Raises what `ModelRunner` does."""
     if config.num_ranks == 1:
-        num_in_flight = _steps_in_flight(config, model_config)
+        num_in_flight = _steps_in_flight(config)
         return ModelRunner(config, model_config, directory, draft, num_in_flight=num_in_flight)
     from ..ranks.start import new_executor
 
     return new_executor(config, model_config, directory, draft)
 
 
-def _steps_in_flight(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Return how many steps of the same requests are in flight at once: one, if its model keeps states.
+def _steps_in_flight(config: EngineConfig) -> int:
+    """Return how many steps of the same requests are in flight at once.
 
     Raises ConfigError where there is to be a second one, and the device or its kernels wait for each.
     """
     device = resolve_device(config.device)
     may_overlap = device.type == "cuda" and config.attention_backend != "torch"
-    if model_config.states:
-        if config.async_scheduling:
-            name = model_config.architecture
-            raise ConfigError(f"async_scheduling=True is not supported for {name}, whose layers keep states")
-        return 1
     if config.async_scheduling and not may_overlap:
         on = device if device.type != "cuda" else f"{device} with attention_backend 'torch'"
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,9 @@ from .layout import RankLayout
 from .messages import MessageWriter
 from .stage import Stage, part_of
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from ..runner.stage_graphs import StageGraphs
 
 
 class Supervision(Protocol):
@@ -89,6 +92,19 @@ class DriverRunner(ModelRunner):
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
         super().allocate(directory, run_step)
+
+    def _new_decode_graphs(self) -> StageGraphs | None:
+        if self.device.type != "cuda" or self.lora is not None:
+            return None
+        from ..runner.stage_graphs import new_stage_graphs
+
+        return new_stage_graphs(
+            self.sizes,
+            self.model,
+            self.batches,
+            self.device,
+            lambda: self._stage.receive(self._number, self.device),
+        )
 
     @property
     def exchange_s(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from .layout import RankLayout
 from .messages import Message, MessageKind, MessageReader
 from .stage import Stage, part_of
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from ..runner.stage_graphs import StageGraphs
 
 DRIVER = 0
 
@@ -51,6 +55,8 @@ class FollowerRunner(PartRunner):
         self._reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             self._reporter.max_rows = min(self._reporter.max_rows, self.sizes.config.num_seats)
+        self._number = 0  # of the step that is computed
+        self._graphs_of_decodes = self._new_decode_graphs()
         self.allocate(directory, self._run_in_other_cache)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
@@ -59,6 +65,8 @@ class FollowerRunner(PartRunner):
         on_message: called with the number of each message before it is carried out, and with None while the
             driver is idle.
         """
+        if self._graphs_of_decodes is not None:
+            self._graphs_of_decodes.capture_for_good(self.kv_cache)
         self.keep_weights()
         for _ in count():
             message = self._next_message(on_message)
@@ -101,8 +109,14 @@ class FollowerRunner(PartRunner):
         upload.send()
         self._move_blocks(*moves)
         self._move_states(state_moves)
+        self._number = number
+        self._stage.expect(number, sum(plan.counts))
+        if self._graphs_of_decodes is not None and not plan.rope_offsets:
+            sent = self._graphs_of_decodes.compute(step)
+            if sent is not None:
+                self._stage.send(number, sent)
+                return
         batch = self.batches.batch(step)
-        self._stage.expect(number, batch.num_tokens)
         stream = self._stage.receive(number, self.device)
         if not self._is_last:
             tensors = compute_part(self.model, self.graphs, batch, self.kv_cache, stream)
@@ -126,10 +140,27 @@ class FollowerRunner(PartRunner):
         self.write_state(slot, contents)
 
     def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> int:
-        """Run the step by which the driver, too, measures memory. Return 0: there are no graphs."""
+        """Run the step by which the driver, too, measures memory, and capture CUDA graphs, which are dropped.
+
+        Returns the bytes that CUDA graphs will take.
+        """
         self.kv_cache = kv_cache
         self._do(self._next_message())
+        num_bytes = 0 if self._graphs_of_decodes is None else self._graphs_of_decodes.profile(kv_cache)
         del self.kv_cache
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return 0
+        return num_bytes
+
+    def _new_decode_graphs(self) -> StageGraphs | None:
+        if self.device.type != "cuda" or self.lora is not None or self._is_last:
+            return None
+        from ..runner.stage_graphs import new_stage_graphs
+
+        return new_stage_graphs(
+            self.sizes,
+            self.model,
+            self.batches,
+            self.device,
+            lambda: self._stage.receive(self._number, self.device),
+        )

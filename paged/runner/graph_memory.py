@@ -18,8 +18,9 @@ RESERVE = 128 * 2**20
 # What a driver keeps of each launch of a graph. An assumption, for GPUs that are not there.
 LAUNCH_BYTES = 12 * 1024
 LAUNCHES_OF_LAYER = 10
-# Graphs of a size: greedy and drawn, for contexts of one split and for longer ones.
+# Graphs of a size: greedy and drawn, for contexts of one split and for longer ones. A stage draws outside.
 GRAPHS_OF_SIZE = 4
+GRAPHS_OF_SIZE_IN_STAGE = 2
 
 
 def capture_sizes(config: EngineConfig) -> list[int]:
@@ -45,7 +46,7 @@ def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
     has_graphs = (
         sizes.device == "cuda"
         and not sizes.config.enforce_eager
-        and sizes.part is None
+        and sizes.shard.is_whole
         and kernels.unpack_step is not None
     )
     return capture_sizes(sizes.config) if has_graphs else []
@@ -58,6 +59,9 @@ def planned_bytes(sizes: Sizes, captured: Sequence[int], num_activations: int) -
         size.
     """
     num_tokens = most_graph_tokens(captured, sizes.max_run, sizes.config.num_seats)
-    num_launches = LAUNCHES_OF_LAYER * len(sizes.model.layers)
-    launches = GRAPHS_OF_SIZE * len(captured) * num_launches * LAUNCH_BYTES
-    return num_activations + launches + RESERVE + 4 * num_tokens * sizes.model.vocab_size
+    part = sizes.part
+    num_layers = len(sizes.model.layers if part is None else part.layers)
+    graphs_of_size = GRAPHS_OF_SIZE if part is None else GRAPHS_OF_SIZE_IN_STAGE
+    launches = graphs_of_size * len(captured) * LAUNCHES_OF_LAYER * num_layers * LAUNCH_BYTES
+    vocab_size = sizes.model.vocab_size if part is None or part.is_last else 0
+    return num_activations + launches + RESERVE + 4 * num_tokens * vocab_size

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from .decode_graphs import DecodeGraphs
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
+    from .graph_store import GraphStore
     from .images import Images
+    from .stage_graphs import StageGraphs
 
 
 class ModelRunner(PartRunner):
@@ -267,7 +269,7 @@ class ModelRunner(PartRunner):
         """The seconds that steps have waited for other processes: always 0."""
         return 0.0
 
-    def _new_decode_graphs(self) -> DecodeGraphs | None:
+    def _new_decode_graphs(self) -> DecodeGraphs | StageGraphs | None:
         # Rows that pad a step have no adapter.
         if self.device.type != "cuda" or self.lora is not None:
             return None
@@ -276,9 +278,11 @@ class ModelRunner(PartRunner):
         sizes = self.sizes, self.model, self.batches, self.sampler, self.device
         return new_decode_graphs(*sizes, self.model_config.vocab_size)
 
-    def graphs_over(self, kv_cache: KVCache) -> list[tuple[DecodeGraphs, KVCache]]:
+    def graphs_over(self, kv_cache: KVCache) -> list[tuple[GraphStore[Any], KVCache]]:
         """Return the graphs of the model and of the draft model, each with the cache that they read."""
-        found = [] if self.decode_graphs is None else [(self.decode_graphs, kv_cache)]
+        found: list[tuple[GraphStore[Any], KVCache]] = []
+        if self.decode_graphs is not None:
+            found.append((self.decode_graphs, kv_cache))
         draft = self.draft_model
         if draft is not None and draft.decode_graphs is not None and kv_cache.draft is not None:
             found.append((draft.decode_graphs, kv_cache.draft))

@@ -63,8 +63,10 @@ class RowPenalties:
         """Return a context in which every row has the scratch slot."""
         before = self._slots.clone()
         self._slots.fill_(SCRATCH_SLOT)
-        yield
-        self._slots.copy_(before)
+        try:
+            yield
+        finally:
+            self._slots.copy_(before)
 
     def apply(self, kernels: Kernels, logits: Tensor) -> None:
         """Apply the penalties to the logits f32[num_rows, vocab_size] in place."""

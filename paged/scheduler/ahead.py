@@ -66,6 +66,7 @@ class StepsAhead:
         starts = list[int]()
         num_in_flight = self._manager.pool.num_steps_in_flight
         gathers = any(self._has_waiting)
+        states = self._running.states
         for request in self._running.requests.copy():
             if not request.ready or request.held:  # or preempted just now
                 continue
@@ -92,6 +93,8 @@ class StepsAhead:
                 schedule.grown.append(len(requests))
                 if end > blocks.register_at:  # the digest of a block needs its tokens
                     self._manager.register(blocks, request.token_ids, min(end - 1, request.num_tokens))
+                if states is not None:
+                    states.roll(request, end - 1)
             request.ready = False  # until the step begins: it must not be preempted for another one
             requests.append(request)
             starts.append(end - 1)

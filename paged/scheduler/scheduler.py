@@ -291,7 +291,7 @@ class Scheduler:
                 if end > blocks.register_at:
                     self.block_manager.register(blocks, request.token_ids, end - 1)
                 if states is not None:
-                    states.roll(request)
+                    states.roll(request, end - 1)
             request.ready = False
             requests.append(request)
         schedule.sample_decodes([request.num_computed_tokens for request in requests])
@@ -412,7 +412,7 @@ class Scheduler:
         end = request.num_computed_tokens + num_new
         self.block_manager.register(request.blocks, request.token_ids, end)
         if self._running.states is not None:
-            self._running.states.roll(request)
+            self._running.states.roll(request, request.num_computed_tokens)
             self._running.states.leave(request, end)
         row = len(schedule.requests)
         schedule.add(request, num_new)
@@ -588,9 +588,10 @@ class Scheduler:
         spare = self.block_manager.pool.num_available > self._running.num_reserved_blocks()
         can_share = request.ready and child.namespace == request.namespace
         if request.num_pending:
-            # Blocks that leave the window of a later token are gone.
+            # Blocks that leave the window of a later token are gone, and so is the state before it.
             num_unsure = request.num_tokens - request.num_computed_tokens
-            can_share = can_share and request.num_pending == num_unsure == 1
+            has_states = self.block_manager.has_states
+            can_share = can_share and not has_states and request.num_pending == num_unsure == 1
         if not (can_share and self._running.num_seats > 0 and spare):
             self.add(child)
             return

@@ -99,18 +99,19 @@ class StateMoves:
         if slot is not None:
             self._later.append((request.seat, self._num_seats + slot))
 
-    def roll(self, request: Request) -> None:
-        """Replace the rolling state of a decoding request if its next step begins a block."""
+    def roll(self, request: Request, num_tokens: int) -> None:
+        """Replace the rolling state of a decoding request if its next step begins a block.
+
+        num_tokens: how many tokens precede that step. The newest ones may be pending: steps in flight compute
+            them before the state is copied, and their block is registered later.
+        """
         seq = request.blocks
-        num_tokens = request.num_computed_tokens
         snapshots = self._snapshots
         if snapshots is None or num_tokens % self._manager.block_size or num_tokens < max(1, seq.last_place):
             return
         if not self._is_worth_it(request, num_tokens // self._manager.block_size):
             return
-        if not self._is_up_to_date(request) or snapshots.has(
-            snapshots.serial_at(self._pool, seq, num_tokens)
-        ):
+        if snapshots.has(snapshots.serial_at(self._pool, seq, num_tokens)):
             return
         slot = snapshots.take() if seq.rolling is None else seq.rolling[0]
         if slot is not None:
@@ -121,7 +122,8 @@ class StateMoves:
     def keep(self, request: Request) -> None:
         """Store a snapshot behind the last registered block of a request that ends or is preempted.
 
-        No step in flight may compute the request, which still has its seat and its blocks.
+        The request still has its seat and its blocks. If a step in flight computes it, because its end was
+        not known ahead, its state sees a token too many: only the rolling state becomes a snapshot.
         """
         seq = request.blocks
         snapshots = self._snapshots
@@ -158,9 +160,9 @@ class StateMoves:
     def _is_up_to_date(request: Request) -> bool:
         """Return whether the state in a request's seat can be copied to a snapshot of its computed tokens.
 
-        It has seen no more; what it has not seen, of the last run of drafts, is applied before it is moved.
+        It sees no more; what it has not seen, of the last run of drafts, is applied before it is moved.
         """
-        return request.seat != NO_SEAT
+        return request.seat != NO_SEAT and not request.num_pending
 
     # Steps
 

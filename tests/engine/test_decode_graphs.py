@@ -1,4 +1,7 @@
-"""Decodes by CUDA graphs, on a device that works late and replays in memory that holds nothing."""
+"""Decodes by CUDA graphs, on a device that works late and replays in memory that holds nothing.
+
+The long form, for every model, format and parameter: `python -m tests.graphs`.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from paged import LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, ResourceError
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
-from paged.runner import decode_graphs
+from paged.runner import decode_graphs, graph_store
 from paged.runner.fit import num_blocks_that_fit
 from paged.runner.graph_memory import capture_sizes
-from tests import graphs
+from tests.graphs import watch_decodes
 from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
+from tests.support.ranks import ranked_engines
 
 needs_stand_in = pytest.mark.skipif(
     lacks() is not None or not in_interpreter(),
@@ -49,9 +53,12 @@ WAYS: dict[str, Ways] = {
 }
 
 
-def params_of(ways: Ways, max_tokens: int) -> list[SamplingParams]:
-    """Return parameters of requests that end one after another, so that batches of every size occur."""
-    lengths = (max_tokens - 2 * (i % 3) for i in range(len(ways)))
+def params_of(ways: Ways, max_tokens: int, less: int = 2) -> list[SamplingParams]:
+    """Return parameters of requests that end one after another, so that batches of every size occur.
+
+    less: by how many tokens each of three is shorter than the one before.
+    """
+    lengths = (max_tokens - less * (i % 3) for i in range(len(ways)))
     return [
         SamplingParams(max_tokens=n, ignore_eos=True, **way) for n, way in zip(lengths, ways, strict=True)
     ]
@@ -80,23 +87,23 @@ def on_late_device(
 
 @needs_stand_in
 def test_replays_give_the_tokens_of_a_plain_cpu(monkeypatch):
-    """Batches of 3, 2 and 1 requests are padded to 3, and contexts become longer than a split of 64 keys.
+    """Batches of 3, 2 and 1 requests are padded to 3, and a context becomes longer than a split of 64 keys.
 
     Of graphs that are captured late, the least recently used go.
     """
-    monkeypatch.setattr(decode_graphs, "MOST_LATE", 2)
-    prompts = [[*range(20 + i, 80 + i)] for i in range(3)]
+    monkeypatch.setattr(graph_store, "MOST_LATE", 2)
+    prompts = [[*range(20, 82)], [21, 22], [23]]
     case = Case("llama", {"cudagraph_capture_sizes": [3], "max_model_len": 80}, sampled)
     with draws_of_a_gpu():
         plain = case.engine()
-        expected = {way: generated(plain, prompts, params_of(ways, 7)) for way, ways in WAYS.items()}
+        expected = {way: generated(plain, prompts, params_of(ways, 5, 1)) for way, ways in WAYS.items()}
     with late_cuda(seed=1) as gpu:
         engine = case.engine(device="cuda", attention_backend="triton")
         graphs = engine.runner.decode_graphs
         for way, ways in WAYS.items():
             before = gpu.num_replays
-            assert generated(engine, prompts, params_of(ways, 7)) == expected[way]
-            assert gpu.num_replays - before == 6, "a decode ran without its graph"
+            assert generated(engine, prompts, params_of(ways, 5, 1)) == expected[way]
+            assert gpu.num_replays - before == 4, "a decode ran without its graph"
             keys = [key for key in (*graphs._graphs, *graphs._late) if key.way == way]
             assert {key.is_short for key in keys} == {True, False}
         assert [key.way for key in graphs._late] == ["logits"] * 2
@@ -151,10 +158,27 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
 
 
 @needs_stand_in
-@pytest.mark.parametrize("seed", [14], ids=["windows, int8, KV fp8, drafts, two steps in flight"])
-def test_drawn_engines_have_the_tokens_of_steps_without_graphs(seed):
-    """One of many: `python -m tests.graphs` runs them."""
-    assert graphs.check(graphs.drawn_case(seed)) > 3
+def test_stages_give_the_tokens_of_a_plain_cpu():
+    """The first, a middle and the last stage, with a step of another request in flight in each."""
+    ways: Ways = [{"seed": 1}, {"temperature": 0.0, "repetition_penalty": 1.3}, {"seed": 3, "logprobs": 1}]
+    prompts, params = [[20, 21], [22], [7, 8, 9]], params_of(ways, 4, 0)
+    case = Case("qwen3, 3 layers", {"max_num_seqs": 3, "cudagraph_capture_sizes": [2]}, sampled)
+    with draws_of_a_gpu():
+        expected = generated(case.engine(), prompts, params)
+    with late_cuda(seed=2) as gpu, ranked_engines(3, inside=gpu.here):
+        engine = case.engine(device="cuda", attention_backend="triton")
+        decodes = watch_decodes(engine)
+        assert generated(engine, prompts, params) == expected
+    assert gpu.num_replays == 3 * len(decodes) > 9
+
+
+@needs_stand_in
+def test_shards_run_without_graphs_and_say_so_once(caplog):
+    with caplog.at_level(logging.WARNING), late_cuda(0) as gpu, ranked_engines(1, 2, inside=gpu.here):
+        engine = Case("llama", {}, sampled).engine(device="cuda", attention_backend="triton")
+        assert (engine.runner.decode_graphs, engine.stats().num_graphs) == (None, 0)
+    (message,) = (record.getMessage() for record in caplog.records if "CUDA graphs" in record.getMessage())
+    assert "shards of a model exchange tensors by calls of the host" in message
 
 
 # What the stand-in shows
@@ -265,7 +289,7 @@ def test_a_capture_that_fails_is_said_once_and_ends_no_request(monkeypatch, capl
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(decode_graphs, "draw", fail)
-    with caplog.at_level(logging.WARNING, decode_graphs.logger.name):
+    with caplog.at_level(logging.WARNING, graph_store.logger.name):
         gpu, engine = compared(Case("llama", {}, sampled), WAYS["drawn"][:2], 3, [[5, 6], [7, 8]])
     assert gpu.num_replays == 0
     assert engine.runner.decode_graphs.num_graphs == 1  # the greedy one
@@ -277,11 +301,16 @@ def test_a_capture_that_fails_is_said_once_and_ends_no_request(monkeypatch, capl
 
 @needs_stand_in
 def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
-    for options in ({"enforce_eager": True}, {"cudagraph_capture_sizes": [1]}):
-        gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
-        assert gpu.num_replays == (0 if "enforce_eager" in options else 2)
-        assert engine.stats().num_graphs == (0 if "enforce_eager" in options else 2)
-        assert ("CUDA graphs" in engine.runner.describe()) == ("enforce_eager" not in options)
+    options = {"cudagraph_capture_sizes": [1]}
+    gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
+    assert gpu.num_replays == engine.stats().num_graphs == 2
+    assert "2 CUDA graphs in" in engine.runner.describe()
+    with late_cuda(0):
+        eager = Case("llama", {"enforce_eager": True}, sampled).engine(
+            device="cuda", attention_backend="triton"
+        )
+    assert (eager.runner.decode_graphs, eager.stats().num_graphs) == (None, 0)
+    assert "CUDA graphs" not in eager.runner.describe()
 
 
 @needs_stand_in

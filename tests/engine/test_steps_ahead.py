@@ -11,6 +11,7 @@ from paged import LLMEngine, SamplingParams, StructuredOutputsParams
 from paged.base.errors import ConfigError
 from paged.runner.model_runner import Pending
 from paged.sampling.token_history import TokenHistory
+from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import WAYS_TO_SAMPLE, generated, with_steps_ahead
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "max_model_len": 64}
@@ -114,6 +115,28 @@ def test_forks_in_flight_continue_their_parents():
         outcomes.append(tokens)
     assert outcomes[0] == outcomes[1]
     assert len(outcomes[0]) == 3
+
+
+def test_a_hybrid_that_stops_in_flight_leaves_the_state_before_its_end():
+    """Its last token is that of a block's end, and the step that goes on from there is in flight."""
+    prompt, params = [*range(9, 19)], {"seed": 3, "max_tokens": 40, "ignore_eos": True}
+    options = {**OPTIONS, "block_size": 8, "num_blocks": 64, "skip_tokenizer_init": True}
+    outcomes = []
+    for depth in (1, 2, 3):
+        engine = LLMEngine(str(checkpoint("lfm2")), **options)
+        if depth > 1:
+            with_steps_ahead(engine, depth)
+        whole = SamplingParams(**params)
+        ((tokens,), (others,)) = (generated(engine, [prompt], whole), generated(engine, [[5]], whole))
+        engine.reset_prefix_cache()
+        assert tokens[14] not in tokens[:14]
+        stops = SamplingParams(**params, stop_token_ids=[tokens[14]])
+        assert generated(engine, [prompt], stops) == [tokens[:15]]
+        (again,) = engine.generate([[*prompt, *tokens[:15], 5]], whole, use_tqdm=False)
+        assert again.num_cached_tokens == 24
+        outcomes.append((tokens, others, again.outputs[0].token_ids))
+        engine.scheduler.check()
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 def test_where_steps_cannot_overlap_it_is_refused_to_ask_for_it():

@@ -20,7 +20,9 @@ from paged import CheckpointError, ConfigError, EngineConfig
 from paged.checkpoints.gguf import gguf_file
 from paged.checkpoints.headers import write_header
 from paged.checkpoints.model_directory import resolve_headers
+from paged.model.part import ModelPart, Shard
 from paged.model.weights import samples
+from paged.runner.graph_memory import RESERVE, planned_bytes, planned_sizes
 from paged.simulate.cost import DATA_SHEETS
 from paged.simulate.plan import make_plan
 from tests.support.checkpoints import checkpoint, new_engine, random_model
@@ -244,6 +246,12 @@ def test_graphs_are_counted(monkeypatch):
     assert more == logits + launches + partial(64, *sizes) - partial(8, *sizes)
     drafting = plans[8].with_options(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert drafting.graph_bytes > plans[8].graph_bytes  # runs of four tokens
+    stages = [replace(plans[8].sizes, part=ModelPart(layers, 4)) for layers in (range(2), range(2, 4))]
+    first, last = (planned_bytes(each, planned_sizes(each, plans[8].kernels)[:1], 0) for each in stages)
+    assert first == RESERVE + 2 * 2 * 10 * 12 * 1024  # which draws no token
+    assert last == first + 4 * 4096
+    shard = replace(plans[8].sizes, part=ModelPart(range(4), 4, Shard(0, 2)))
+    assert planned_sizes(shard, plans[8].kernels) == []
 
 
 def test_engine_that_does_not_fit_says_what_would(monkeypatch):

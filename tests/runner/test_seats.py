@@ -169,6 +169,24 @@ def test_only_what_is_new_is_sent():
     assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
 
 
+def test_a_padded_batch_knows_how_many_of_its_tokens_are_real():
+    """So that experts read no weights for the others."""
+    scheduler, planner, batches = cases.new_scheduler(), new_planner(), new_seated()
+    batches.padded_sizes = (2, 5)
+    cases.added(scheduler, *(cases.new_request(name, 4, 9) for name in "abc"))
+    for _ in range(2):
+        schedule = cases.scheduled(scheduler)
+        upload = Transfers(DEVICE).new_upload()
+        step = batches.put(planned(planner, schedule), upload)
+        upload.send()
+        batches.unpack(step)
+        cases.updated(scheduler, schedule)
+    assert step.is_padded
+    batch = batches.padded_batch(5, 5, is_short=True)
+    assert batch.real_count is not None
+    assert (batch.real_count.tolist(), batch.queries.seq_lens.tolist()) == ([3], [5, 5, 5, 0, 0])
+
+
 def test_seats_beyond_memory_are_refused(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError

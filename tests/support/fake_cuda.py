@@ -382,15 +382,15 @@ def _data_ptr(tensor: FakeTensor) -> int:
 
 def few_sizes() -> Any:
     """Return a context in which engines capture graphs of few sizes: 33 take a minute without a GPU."""
-    from paged.runner import decode_graphs  # here: tests.mutants plants bugs before anything is imported
+    from paged.runner import graph_store  # here: tests.mutants plants bugs before anything is imported
 
-    sizes_of = decode_graphs.capture_sizes
+    sizes_of = graph_store.capture_sizes
 
     def few(config: Any) -> list[int]:
         found = sizes_of(config)
         return found if config.cudagraph_capture_sizes is not None else found[:1]
 
-    return mock.patch.object(decode_graphs, "capture_sizes", few)
+    return mock.patch.object(graph_store, "capture_sizes", few)
 
 
 @contextmanager

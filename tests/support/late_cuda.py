@@ -268,6 +268,12 @@ class LateCuda:
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._pinned
 
     @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, this thread sees the device. Only one thread at a time may run."""
+        with FakeMode(), _Queueing(self):
+            yield
+
+    @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Inside, this is the current stream."""
         before, self.current_stream = self.current_stream, stream
@@ -433,8 +439,7 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: gpu.is_pinned(t)))
         launch = _queued_launch(gpu, InterpretedFunction.run)
         stack.enter_context(mock.patch.object(InterpretedFunction, "run", launch))
-        stack.enter_context(FakeMode())
-        stack.enter_context(_Queueing(gpu))
+        stack.enter_context(gpu.here())
         yield gpu
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,12 +31,19 @@ class World:
     """The ranks of a model as threads. A rank has the lock while it computes, and gives it up to wait.
 
     fault: called with sender, receiver and what is sent.
+    inside: returns a context that each follower runs in.
     error: of the first rank that failed.
     """
 
-    def __init__(self, num_ranks: int, fault: Fault = lambda _a, _b, sent: [sent]) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        fault: Fault = lambda _a, _b, sent: [sent],
+        inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.num_ranks = num_ranks
         self.fault = fault
+        self.inside = inside
         self.lock = threading.Condition()
         self.error: BaseException | None = None
         self.sent: list[bytes] = []  # all messages of the driver
@@ -48,7 +55,7 @@ class World:
         """Run a follower on a thread of its own."""
 
         def guarded() -> None:
-            with self.lock:
+            with self.lock, self.inside():
                 try:
                     run()
                 except BaseException as error:
@@ -116,8 +123,9 @@ class ThreadTransport:
         return data
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a copy of a tensor."""
-        self.world.send(self.rank, rank, "tensor", tensor.clone())
+        """Send a copy of a tensor, in host memory."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        self.world.send(self.rank, rank, "tensor", copy)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
         """Wait for a tensor of this shape."""
