@@ -741,7 +741,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises RequestError if it cannot be read or does not fit the model, UsageError without enable_lora.
         """
         adapters = self._adapters
-        is_new = lora_request not in adapters.requests
+        is_new = adapters.loaded.find(lora_request) is None
         adapters.find(lora_request)
         return is_new
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
-    from .adapters import Adapters
+    from .adapters import Adapters, ReadAdapter
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
@@ -130,15 +130,16 @@ class RequestFactory:
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def with_adapter(self, inputs: RequestInputs, request: LoRARequest) -> RequestInputs:
+    def with_adapter(self, inputs: RequestInputs, given: LoRARequest | ReadAdapter) -> RequestInputs:
         """Return the inputs of a request with an adapter, on which its KV depends."""
+        request = getattr(given, "request", given)
         if self.adapters is None:
             raise RequestError(
                 f"the engine takes no LoRA adapters, got lora_request {request!r}: make it with "
                 "enable_lora=True",
                 param="lora_request",
             )
-        number, namespace = self.adapters.find(request)
+        number, namespace = self.adapters.find(given)
         return replace(inputs, adapter=number, lora_request=request, namespace=namespace + inputs.namespace)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:
