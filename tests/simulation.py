@@ -15,9 +15,9 @@ In some worlds layers keep states, which a seat has: a hash of the tokens that i
 whenever a step begins with it, and so are the snapshots by which prompts begin behind cached blocks. A run of
 drafts leaves a state as it was, and its tokens are kept by their places.
 
-In some worlds requests have adapters, of which a step has few. The device copies them into slots when a step is
-launched, and a row must find its own in the slot that the step names. An adapter is part of the namespace, so
-what is read tells whether a block was shared between two.
+In some worlds requests have adapters, of which a step has few. The device copies them into slots when a step
+is launched, and a row must find its own in the slot that the step names. An adapter is part of the namespace,
+so what is read tells whether a block was shared between two.
 
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens

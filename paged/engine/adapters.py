@@ -66,10 +66,12 @@ class Adapters:
 
         Raises RequestError as `find` does.
         """
+        if isinstance(request, ReadAdapter):
+            return request
         wanted = self._hash_of(request)
         return request if self._has(wanted) else ReadAdapter(request, self._read(request, wanted))
 
-    def is_in_memory(self, request: LoRARequest) -> bool:
+    def is_in_memory(self, request: Any) -> bool:
         """Return whether `find` reads no file for a request. Raises RequestError as `find` does."""
         return self._has(self._hash_of(request))
 
@@ -159,9 +161,9 @@ class Adapters:
     def remove(self, lora_int_id: int) -> bool:
         """Forget an adapter; unfinished requests keep it. Return whether it was known."""
         known = self.loaded.remove(lora_int_id)
-        if known is not None and known.content_hash is not None:
-            if not self.loaded.has_content(known.content_hash):
-                self.forget(known.content_hash)
+        content_hash = None if known is None else known.content_hash
+        if content_hash is not None and not self.loaded.has_content(content_hash):
+            self.forget(content_hash)
         return known is not None
 
     def forget(self, content_hash: str) -> None:

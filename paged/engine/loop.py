@@ -133,11 +133,17 @@ class EngineLoop:
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = spec.params(factory.default_params)
-        adapter: Any = spec.lora_request
-        if adapter is not None and factory.adapters is not None:
-            adapter = factory.adapters.prepare(adapter)
+        adapter = self.prepare_adapter(spec.lora_request)
         prompt = factory.prepare(spec.prompt, params)
         return replace(spec, prompt=prompt, sampling_params=params, lora_request=adapter)
+
+    def prepare_adapter(self, lora_request: Any) -> Any:
+        """Return a request's adapter, read if it is not in memory. Any thread may call this.
+
+        Raises RequestError.
+        """
+        adapters = self.engine.core.factory.adapters
+        return lora_request if lora_request is None or adapters is None else adapters.prepare(lora_request)
 
     def reads(self, lora_request: LoRARequest | None) -> bool:
         """Return whether a file is read to add a request with this adapter. Any thread may call this.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RequestError, about
 from ..base.validation import shown
@@ -35,11 +35,10 @@ from .request_spec import (
 )
 
 if TYPE_CHECKING:
-    from ..options.lora_request import LoRARequest
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
-    from .adapters import Adapters, ReadAdapter
+    from .adapters import Adapters
 
 MAX_PROMPT_LOGPROBS = 2**22  # of one request; each takes about 200 bytes in its output
 
@@ -130,8 +129,11 @@ class RequestFactory:
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def with_adapter(self, inputs: RequestInputs, given: LoRARequest | ReadAdapter) -> RequestInputs:
-        """Return the inputs of a request with an adapter, on which its KV depends."""
+    def with_adapter(self, inputs: RequestInputs, given: Any) -> RequestInputs:
+        """Return the inputs of a request with an adapter, on which its KV depends.
+
+        given: a `LoRARequest`, or a `ReadAdapter`.
+        """
         request = getattr(given, "request", given)
         if self.adapters is None:
             raise RequestError(

@@ -16,7 +16,6 @@ from ..text.prompt_parser import ParsedPrompt
 
 if TYPE_CHECKING:
     from ..options.lora_request import LoRARequest
-    from .adapters import ReadAdapter
     from ..requests.stop_strings import StopStrings
 
 
@@ -53,7 +52,7 @@ class RequestSpec:
     resumed: the samples to continue after another engine has ended. Since that engine had accepted the
         request, a full queue does not refuse it, and its tenant is not charged for the prompt again.
     part_of: see `RequestInputs`.
-    lora_request: the LoRA adapter, perhaps read already; None: the model alone.
+    lora_request: the LoRA adapter, or a `ReadAdapter`; None: the model alone.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared
@@ -64,7 +63,7 @@ class RequestSpec:
     generated_token_ids: Sequence[int] = ()
     resumed: Sequence[SampleSoFar] | None = None
     part_of: str = ""
-    lora_request: LoRARequest | ReadAdapter | None = None
+    lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling_params, SamplingParams):  # which the caller may assign to later

@@ -11,6 +11,7 @@ from ..base.arguments import strict
 from ..base.errors import ConfigError, RequestError
 from ..base.validation import check_bool, check_int, shown
 
+NO_LORA = "the engine takes no LoRA adapters: make it with enable_lora=True"
 _HASH = re.compile("[0-9a-f]{64}")
 
 

@@ -10,7 +10,6 @@ from ..requests.request import NO_ADAPTER, Request, RequestStatus
 from .policy import Rank
 from .schedule import Schedule
 
-
 Place = tuple[bool, Rank]
 _Entry = tuple[Place, int, Request]  # the number says which of equals came first
 
