@@ -437,6 +437,11 @@ class AsyncEngine(ABC, Generic[E]):
     async def list_loras(self) -> set[int]:
         """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
 
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        return []
+
     @abstractmethod
     async def _known_adapter(self, request: LoRARequest | None) -> Any:
         """Return a request's adapter as the engines take it, once it was read. Raises RequestError."""

@@ -115,6 +115,12 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         known: Any = await self._known_adapter(lora_request)
         return await self.call(lambda engine: engine.add_lora(known))
 
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        adapters = self._thread.engine.core.factory.adapters
+        return [] if adapters is None else adapters.requests
+
     async def _known_adapter(self, request: LoRARequest | None) -> Any:
         """Return an adapter, which was read on another thread if it was not in memory."""
         await self._attach()

@@ -218,6 +218,11 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         self._check_lora()
         return {each.lora_int_id for each in self.adapters.requests}
 
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        return self.adapters.requests
+
     def _check_lora(self) -> None:
         if not self.config.enable_lora:
             raise UsageError(NO_LORA)
