@@ -116,10 +116,7 @@ def test_adapters_come_and_go_while_requests_run(served, paths, third):
     stream = threading.Thread(target=lambda: found.append(served.events("/v1/completions", **long)))
     stream.start()
     eventually(lambda: served.num_requests > 0)
-    assert load(served, "late", second) == (
-        400,
-        json.dumps(json.loads(load(served, "late", second)[1]), separators=(",", ":")),
-    )
+    assert load(served, "late", second)[0] == 400
     assert load(served, "late", second, load_inplace=True) == (
         200,
         "Success: LoRA adapter 'late' added successfully.",
@@ -128,7 +125,7 @@ def test_adapters_come_and_go_while_requests_run(served, paths, third):
     assert tokens(served, "late") == by_peft(model, second, PROMPT, 8)
     stream.join()
     events = [json.loads(event) for event in found[0] if event != "[DONE]"]
-    assert [t for event in events for c in event["choices"] for t in c["token_ids"]] == expected
+    assert [t for event in events for c in event["choices"] for t in c.get("token_ids", ())] == expected
     assert changed(served, "unload", lora_name="late") == (
         200,
         "Success: LoRA adapter 'late' removed successfully.",
