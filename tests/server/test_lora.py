@@ -148,7 +148,7 @@ def test_a_wrong_load_changes_nothing(served, paths, third, tmp_path):
         (400, "model's own name", {"lora_name": "base", "lora_path": str(second)}),
         (400, "cannot be used", {"lora_name": "sql", "lora_path": str(damaged), "load_inplace": True}),
         (400, "lora_path is missing", {"lora_name": "sql"}),
-        (400, "lora_nam is", {"lora_nam": "sql", "lora_path": "x"}),
+        (400, "unknown argument 'lora_nam'", {"lora_nam": "sql", "lora_path": "x"}),
     ):
         found = changed(served, "load", **body)
         assert found[0] == status
@@ -160,11 +160,14 @@ def test_a_wrong_load_changes_nothing(served, paths, third, tmp_path):
 
 
 def test_another_content_on_disk_is_an_error_of_its_requests(served, paths, third, tmp_path):
-    """The files of an adapter change, and its process is replaced."""
+    """The files of an adapter go once its process was replaced; then there are others."""
     model, first, second = paths
     own = shutil.copytree(third, tmp_path / "own")
     assert load(served, "own", own)[0] == 200
-    shutil.copytree(second, own, dirs_exist_ok=True)
+    kill(served)
+    shutil.rmtree(own)
+    assert tokens(served, "own") == by_peft(model, third, PROMPT, 8)
+    shutil.copytree(second, own)
     kill(served)
     body = {"model": "own", "prompt": PROMPT, "max_tokens": 2}
     status, _, data = served.request("POST", "/v1/completions", body)
