@@ -12,6 +12,7 @@ from paged import ConfigError, LoRARequest, RequestError
 from paged.options.lora_request import lora_modules_of
 from paged.server.engine_client import EngineClient
 from tests.support.chat_checkpoints import chat_checkpoint
+from tests.support.command_line import running
 from tests.support.lora_adapters import ATTENTION, MLP, adapter_of, by_peft
 from tests.support.mortal_engines import processes
 from tests.support.served import eventually, serving
@@ -171,6 +172,39 @@ def test_another_content_on_disk_is_an_error_of_its_requests(served, paths, thir
     assert load(served, "own", own, load_inplace=True)[0] == 200
     assert tokens(served, "own") == by_peft(model, second, PROMPT, 8)
     assert changed(served, "unload", lora_name="own")[0] == 200
+
+
+def test_lines_of_a_batch_name_their_adapter(paths, tmp_path, monkeypatch, capsys):
+    model, first, _ = paths
+    names = (None, "sql", "other")
+    body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    lines = [
+        {"custom_id": f"{name}", "url": "/v1/completions", "body": {**body, "model": name}} for name in names
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ("run-batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--model", model)
+    flags = (
+        "--enable-lora",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--num-blocks",
+        "64",
+        "--num-threads",
+        "1",
+    )
+    with running(monkeypatch, capsys) as run:
+        assert run(*command, *flags, "--lora-modules", f"sql={first}")[0] == 1
+        assert "lora_modules needs enable_lora" in run.refused(*command, "--lora-modules", f"sql={first}")
+    found = {}
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        found[result["custom_id"]] = result["response"]["body"]
+    assert "this is" in found["other"]["error"]["message"]
+    for name, path in (("None", None), ("sql", first)):
+        assert found[name]["choices"][0]["token_ids"] == by_peft(model, path, PROMPT, 6)
+    assert found["sql"]["model"] == "sql"
 
 
 def test_wrong_modules_are_refused_at_the_start(paths, tmp_path):
