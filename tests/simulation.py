@@ -15,6 +15,10 @@ In some worlds layers keep states, which a seat has: a hash of the tokens that i
 whenever a step begins with it, and so are the snapshots by which prompts begin behind cached blocks. A run of
 drafts leaves a state as it was, and its tokens are kept by their places.
 
+In some worlds requests have adapters, of which a step has few. The device copies them into slots when a step
+is launched, and a row must find its own in the slot that the step names. An adapter is part of the namespace,
+so what is read tells whether a block was shared between two.
+
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
 from what it reads when a step is launched, long before the scheduler knows them.
@@ -49,9 +53,18 @@ from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
 from paged.options.sampling_params import SamplingParams
 from paged.ranks.messages import MessageReader, MessageWriter
-from paged.requests.request import LONG, NO_MASK, SLOW_READER, Request, RequestInputs, RequestStatus
+from paged.requests.request import (
+    LONG,
+    NO_ADAPTER,
+    NO_MASK,
+    SLOW_READER,
+    Request,
+    RequestInputs,
+    RequestStatus,
+)
 from paged.runner.plan import IN_SEAT, ComputedPart, Planner
 from paged.runner.plan_bytes import from_bytes, to_bytes
+from paged.scheduler.adapters import place_of
 from paged.scheduler.drafts import Drafts, verified
 from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule, StepOutput
@@ -71,6 +84,7 @@ PARTS = 2**44
 AHEAD = 2**45
 STATES = 2**46
 FORKS = 2**47
+ADAPTERS = 2**48
 UNWRITTEN = b"\xff"
 MOST_DRAFTS = 9
 MOST_PLACES = 2 * (1 + MOST_DRAFTS)  # of a seat's tokens of runs: as many as the engine has
@@ -199,15 +213,17 @@ class WatchedScheduler(Scheduler):
 
     favoured: Request | None = None
     num_cached = 0
+    users: Sequence[Request] = ()  # of the adapter whose slot it was to have
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         victims_for = self.preemption._victims_for
 
-        def watched(head: Request, need: Need, room: Room) -> list[Request]:
-            victims = victims_for(head, need, room)
+        def watched(head: Request, need: Need, room: Room, users: Sequence[Request] = ()) -> list[Request]:
+            victims = victims_for(head, need, room, users)
             if victims:
                 self.favoured, self.num_cached = head, need.num_computed_tokens
+                self.users = users
             return victims
 
         self.preemption._victims_for = watched
@@ -215,6 +231,7 @@ class WatchedScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """Choose the next step."""
         self.favoured = None
+        self.users = ()
         return super().schedule()
 
     def has_lost_blocks(self, request: Request) -> bool:
@@ -432,6 +449,16 @@ class World:
             self.scheduler.drafts = Drafts(self, most, 4, max_rows, lengths)
         self.parting_runs = random.Random(seed ^ FORKS)
         self.fork_share = self.parting_runs.choice((0.0, 0.1, 0.3))  # of steps with a run behind them
+        self.adapting = random.Random(seed ^ ADAPTERS)
+        self.num_adapters = 0
+        self.slots: dict[int, int] = {}  # the adapter that the device has in each slot
+        self.passed: tuple[Request | None, int] = None, 0  # the next request for a slot, and who passed it
+        # Other ranks are told of no adapters.
+        if self.adapting.random() < 0.4 and not self.followers:
+            self.num_adapters = self.adapting.choice((2, 3, 8))
+            self.adapter_share = self.adapting.choice((0.5, 0.9, 1.0))
+            self.num_slots = self.adapting.randint(1, 3)
+            self.scheduler.have_adapters(self.num_slots)
 
     def propose(self, requests: list[Request], limits: list[int]) -> list[Draft]:
         """Guess tokens, right, wrong or partly right: a world is its own drafter."""
@@ -507,8 +534,12 @@ class World:
         max_tokens = rng.randint(1, self.longest - prompt_len + 1)
         samples = rng.choice((1, 1, 1, 2, 3))
         namespace = rng.choice((b"", b"", b"salt"))
+        adapter = 0
+        if self.num_adapters and self.adapting.random() < self.adapter_share:
+            adapter = self.adapting.randint(1, self.num_adapters)
+            namespace = b"adapter %d" % adapter + namespace
         requests = [
-            self.new_request(f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace)
+            self.new_request(f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace, adapter)
             for i in range(min(samples, self.max_num_seqs))
         ]
         leader = requests[0]
@@ -522,7 +553,9 @@ class World:
             return
         self.live.update((r.request_id, (r, Truth.begin(r))) for r in requests)
 
-    def new_request(self, name: str, prompt: list[int], max_total: int, namespace: bytes) -> Request:
+    def new_request(
+        self, name: str, prompt: list[int], max_total: int, namespace: bytes, adapter: int
+    ) -> Request:
         """Make a request with a random priority and tenant, and perhaps a deadline."""
         rng = self.rng
         priority, tenant = rng.randint(0, 2), rng.choice("abc")
@@ -540,6 +573,7 @@ class World:
             long_from=self.long_from,
             deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
             params=self.new_params(),
+            adapter=adapter,
         )
         return Request(inputs)
 
@@ -583,6 +617,7 @@ class World:
         if self.states is not None:
             self.states.slots = [-1] * len(self.states.slots)
         self.pins.clear()  # with the prefix cache
+        self.slots.clear()
         self.scheduler.check()
         assert not any(r.num_pending for r, _ in self.live.values()), "tokens are pending without a step"
 
@@ -591,6 +626,7 @@ class World:
         candidates = [r for r, _ in self.live.values()]
         held = [r for r in candidates if r.held]
         reason = self.holding.choice((SLOW_READER, NO_MASK))
+        self.passed = None, 0
         if held and self.holding.random() < 0.6:
             self.scheduler.release(self.holding.choice(held), reason)
         elif candidates:
@@ -601,7 +637,8 @@ class World:
         """Fork a request."""
         self.num_requests += 1
         name, max_total = f"{self.num_requests}-f", parent.inputs.max_total_tokens
-        child = self.new_request(name, parent.inputs.prompt_token_ids, max_total, parent.inputs.namespace)
+        inputs = parent.inputs
+        child = self.new_request(name, inputs.prompt_token_ids, max_total, inputs.namespace, inputs.adapter)
         child.token_ids = parent.token_ids.copy()
         if parent.siblings or not self.manager.fits(max_total - 1):
             return
@@ -644,7 +681,8 @@ class World:
         self.before = self.holders()
         # Kept so that the new blocks of a request that has grown long do not get the id of its old ones.
         old = [request.blocks for request in self.scheduler.running]
-        unheld = [r for r in self.scheduler.waiting() if not r.held]
+        queued = [*self.scheduler.waiting()]
+        unheld = [r for r in queued if not r.held]
         # Parts of a call let later requests go ahead: `Scheduler.check` says that one at a time waits.
         waiting = [r for r in unheld if not r.protected and (r.ran_before or not r.inputs.part_of)]
         waiting = waiting if self.has_order else []
@@ -655,6 +693,8 @@ class World:
         ]
         schedule = self.scheduler.schedule()
         self.scheduler.check()
+        if self.num_adapters:
+            self.check_passes({*queued}.intersection(schedule.newcomers))
         assert not any(r.held for r in schedule.requests), "a held request computes"
         runs = RequestStatus.RUNNING
         assert all(r.status is runs for r in schedule.requests), "a request of the step was preempted"
@@ -708,6 +748,7 @@ class World:
 
     def check_order(self, waiting: list[Request], ready: list[tuple[Request, int]]) -> None:
         """Assert that no waiting request was overtaken, and that the highest ranks were preempted first."""
+        waiting = [r for r in waiting if not r.held & NO_ADAPTER]  # set aside just now
         if waiting:
             started = [self.place(r) for r in waiting if r.status is RequestStatus.RUNNING]
             left = [self.place(r) for r in waiting if r.status is RequestStatus.WAITING]
@@ -724,8 +765,33 @@ class World:
         # For a request with priority none is preempted that this would protect.
         last_time = self.max_preemptions - 1 if self.policy_name == "priority" else self.max_preemptions
         kept = [self.place(r) for r, n in ready if r.metrics.num_preemptions == n < last_time]
-        preempted = [self.place(r) for r, before in ready if r.metrics.num_preemptions > before]
+        users = {*self.scheduler.users}  # who gave a slot, whatever their rank
+        preempted = [
+            self.place(r) for r, before in ready if r.metrics.num_preemptions > before and r not in users
+        ]
         assert not kept or not preempted or max(kept) < min(preempted), "the wrong request was preempted"
+
+    def check_passes(self, admitted: set[Request]) -> None:
+        """Assert that a request whose adapter has no slot is not passed by too many, nor by weaker ones.
+
+        admitted: those that have left the queue.
+        """
+        adapters = self.scheduler._running.adapters
+        assert adapters is not None, "a world with adapters has slots"
+        first = adapters.next_request()
+        before, num = self.passed
+        if first is None or first is not before:
+            self.passed = first, 0
+            return
+        passing = [
+            request
+            for request in admitted
+            if request.inputs.adapter not in (0, first.inputs.adapter) and place_of(request) > place_of(first)
+        ]
+        self.passed = first, num + len(passing)
+        assert num + len(passing) <= self.max_num_seqs, "too many pass a request without a slot"
+        weaker = [request for request in passing if request.rank[0] > first.rank[0]]
+        assert not weaker, "requests of lower priority keep a slot from a request"
 
     def place(self, request: Request) -> tuple[float, int]:
         """Return the rank that a request should have."""
@@ -749,6 +815,8 @@ class World:
         made = self.planner.plan(schedule)
         self.send(made.computed, schedule.requests)
         plan = from_bytes(to_bytes(made.computed)) if self.sends_bytes else made.computed
+        if self.num_adapters:
+            self.load_adapters(made.computed, schedule.requests)
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         move_blocks(plan, self.memory, self.host)
@@ -784,6 +852,17 @@ class World:
         tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
         tokens = self.draw(reads, plan.sampled_seats, tables) if self.runs_ahead else []
         self.in_flight.append((schedule, reads, plan.sampled_seats, tokens, tables))
+
+    def load_adapters(self, plan: ComputedPart, requests: list[Request]) -> None:
+        """Copy adapters into slots. Assert that each row then finds its own, and that all have room."""
+        for adapter, slot in plan.adapter_loads:
+            assert 0 <= slot < self.num_slots, "there is no such slot"
+            self.slots[slot] = adapter
+        needed = [request.inputs.adapter for request in requests]
+        found = [self.slots[slot] if slot >= 0 else 0 for slot in plan.adapters or [-1] * len(needed)]
+        assert found == needed, "a row has the adapter of another"
+        running = {request.inputs.adapter for request in self.scheduler.running} - {0}
+        assert len(running) <= self.num_slots, "more adapters run than there are slots"
 
     def read_of(self, request: Request, end: int, drafts: list[int] | None = None) -> Read:
         """Return what a step reads of a request, of whose tokens some may be pending."""

@@ -149,7 +149,7 @@ def test_methods_take_the_arguments_of_vllm(demo):
         call = getattr(demo, method)
         required = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
         arguments = [None for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
-        with pytest.raises(RequestError, match="prompt_adapter_request=1: adapters"):
+        with pytest.raises(RequestError, match="prompt_adapter_request=1: prompt adapters"):
             call(*arguments, prompt_adapter_request=1)
         with pytest.raises(paged.UnknownArgumentError, match="'lora_requests'"):
             call(*arguments, lora_requests=None)

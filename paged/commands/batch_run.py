@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import EngineDeadError, PagedError, QueueFullError, RequestError
 from ..engine.async_base import AsyncEngine
 from ..engine.embedding import EmbeddingRequestOutput
+from ..options.lora_request import LoRARequest
 from ..protocol.answers.errors import FAILED, MODEL_NOT_FOUND, NOT_FOUND, error_body, failure_of, status_of
 from ..protocol.batch_file import BatchOutput, Line
 from ..protocol.calls.call import AnswerCall
@@ -48,6 +49,7 @@ class BatchRun:
     busy.
 
     num_engines: the number of engines behind `engine`.
+    adapters: the LoRA adapters that bodies may name as their model.
     ignored: for each field without effect, the number of lines that had it.
     """
 
@@ -59,11 +61,13 @@ class BatchRun:
         after_line: Callable[[], object],
         *,
         num_engines: int = 1,
+        adapters: Sequence[LoRARequest] = (),
     ) -> None:
         self._engine = engine
         self._output = output
         self._after_line = after_line
         self._model = model
+        self._adapters = {each.lora_name: each for each in adapters}
         self.ignored = Counter[str]()
         config = engine.config
         num_waiting = min(config.num_seats, config.max_waiting or config.num_seats)
@@ -102,10 +106,10 @@ class BatchRun:
         try:
             if isinstance(line.call, RequestError):
                 raise line.call
-            if line.call.model not in (None, self._model):
+            if line.call.model not in (None, self._model, *self._adapters):
+                here = ", ".join(map(repr, (self._model, *self._adapters)))
                 message = (
-                    f"the model {line.call.model!r} is not here, this is {self._model!r}; "
-                    "see --served-model-name"
+                    f"the model {line.call.model!r} is not here, this is {here}; see --served-model-name"
                 )
                 terms = {"param": "model", "code": MODEL_NOT_FOUND}
                 self._close(line, NOT_FOUND, error_body(NOT_FOUND, message, **terms))
@@ -150,6 +154,7 @@ class BatchRun:
         call = entry.call
         prompt = entry.prompts[index]
         name = entry.request_id(index)
+        adapter = None if call.model is None else self._adapters.get(call.model)
         if isinstance(call, EmbeddingCall):
             return await self._engine.encode(
                 prompt,
@@ -158,10 +163,12 @@ class BatchRun:
                 priority=call.priority or 0.0,
                 tenant=call.tenant,
                 timeout_s=call.timeout_s,
+                lora_request=adapter,
             )
         params = call.params(self._engine.text)
         last = None
-        async for output in self._engine.generate(prompt, params, name, tenant=call.tenant):
+        stream = self._engine.generate(prompt, params, name, tenant=call.tenant, lora_request=adapter)
+        async for output in stream:
             last = output
         assert last is not None, "a stream ends with an output"
         return last
@@ -174,7 +181,8 @@ class BatchRun:
         if failure := failure_of(outputs):
             self._close(entry.line, failure[0], error_body(*failure))
         else:
-            body = entry.call.body(outputs, entry.line.identity, entry.created, self._model)
+            model = entry.call.model if entry.call.model in self._adapters else self._model
+            body = entry.call.body(outputs, entry.line.identity, entry.created, model)
             self._close(entry.line, 200, body)
 
     def _refuse(self, line: Line, error: Exception) -> None:

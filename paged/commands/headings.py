@@ -48,7 +48,8 @@ _FIELDS: dict[str, dict[str, str]] = {
     },
     "ServeOptions": {
         MODEL: """chat_template default_chat_template_kwargs trust_request_chat_template
-            enable_auto_tool_choice tool_call_parser reasoning_parser lora_modules""",
+            enable_auto_tool_choice tool_call_parser reasoning_parser lora_modules
+            allow_runtime_lora_updating""",
         SCHEDULING: "replicas router stream_interval_s",
         SERVER: "",
     },

@@ -25,6 +25,7 @@ PLANNED = [
     *("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"),
     *("gpu_memory_utilization", "cpu_memory_utilization", "long_prefill_token_threshold", "deterministic"),
     *("speculative_config", "weights_cache"),
+    *("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"),
 ]
 _DEVICE = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for a second, or the data
 sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""

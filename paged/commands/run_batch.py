@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ..base.errors import ConfigError
+from ..options.lora_request import LoRARequest, lora_modules_of
 from ..protocol.run_options import RunOptions
 from ..server.options import ServeOptions
 from . import common
@@ -37,10 +38,11 @@ NAME_HELP = "The model's name in the request bodies. [default: the value of --mo
 PARSERS = (ServeOptions, ["enable_auto_tool_choice", "tool_call_parser", "reasoning_parser"])
 # Of the engine processes that take the place of the engine in this process.
 PROCESSES = (ServeOptions, ["replicas", "ray", "router", "max_restarts", "step_timeout"])
+ADAPTERS = (ServeOptions, ["lora_modules"])
 _DEFAULTS = {"replicas": "none: the engine runs in the command's own process"}
 
 
-@with_options(common.ENGINE, PARSERS, PROCESSES, defaults=_DEFAULTS)
+@with_options(common.ENGINE, PARSERS, PROCESSES, ADAPTERS, defaults=_DEFAULTS)
 def run_batch(
     input_file: Annotated[Path, typer.Argument(help=INPUT_HELP)],
     output_file: Annotated[Path, typer.Argument(help=_OUTPUT_HELP)],
@@ -59,10 +61,16 @@ def run_batch(
     entry = common.named(model)
     template = common.template_text(entry.template if chat_template is None else chat_template)
     parsers = common.given(options, PARSERS[1])
+    modules = ServeOptions(**common.given(options, ADAPTERS[1])).lora_modules
+    if modules and not engine_options.get("enable_lora"):
+        raise ConfigError("lora_modules needs enable_lora: give --enable-lora, too")
     total = count_lines(input_file)
     # Not served_model_name: it decides which lines are refused, and --retry-failed answers these.
     run_options = RunOptions(
-        output_file, engine_options, {**entry.sampling, "chat_template": template, **parsers}, input_file
+        output_file,
+        engine_options,
+        {**entry.sampling, "chat_template": template, "lora_modules": [*modules] or None, **parsers},
+        input_file,
     )
     with BatchOutput(output_file, input_file, run_options, retry_failed=retry_failed) as output:
         if not output.has_known_options:
@@ -71,7 +79,10 @@ def run_batch(
             common.complain(f"nothing to do: all {total:,} lines have results")
         else:
             name = served_model_name or model or engine_options["model"]
-            job = _Job(input_file, output, name, total, template, parsers, entry)
+            adapters = lora_modules_of(modules)
+            if name in (each.lora_name for each in adapters):
+                raise ConfigError(f"lora_modules has an adapter of the model's own name {name!r}")
+            job = _Job(input_file, output, name, total, template, parsers, entry, adapters)
             asyncio.run(_answer(job, engine_options, processes))
         num_failed = output.num_failed
     if num_failed:
@@ -88,6 +99,7 @@ class _Job(NamedTuple):
     model: the model's name in bodies.
     total: the number of lines, those with results included.
     entry: the model as models.toml has it.
+    adapters: the LoRA adapters that bodies may name as their model.
     """
 
     source: Path
@@ -97,6 +109,7 @@ class _Job(NamedTuple):
     template: str | None
     parsers: Mapping[str, Any]
     entry: ModelEntry
+    adapters: Sequence[LoRARequest] = ()
 
 
 async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
@@ -112,6 +125,8 @@ async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str,
     async with _started(options, processes) as engine:
         chat_format = ChatFormat.of_model(engine.text, chat_template=job.template, **job.parsers)
         engine.text.set_defaults(job.entry.sampling)
+        for adapter in job.adapters:
+            await engine.add_lora(adapter)
         limits = replace(
             BATCH_LIMITS, chat_template=job.template, chat_format=chat_format, system=job.entry.system
         )
@@ -119,7 +134,9 @@ async def _answer(job: _Job, options: Mapping[str, Any], processes: Mapping[str,
         # Lines about processes that end have their own lines above the bar.
         with logging_redirect_tqdm(), bar:
             num_engines = processes.get("replicas", 1)
-            run = BatchRun(engine, job.output, job.model, bar.update, num_engines=num_engines)
+            run = BatchRun(
+                engine, job.output, job.model, bar.update, num_engines=num_engines, adapters=job.adapters
+            )
             await run.answer(read_lines(job.source, job.output.done, limits))
     if run.ignored:
         counts = ", ".join(f"{name} ({count:,} lines)" for name, count in run.ignored.most_common())

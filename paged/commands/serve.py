@@ -70,6 +70,8 @@ def serve(
         raise ConfigError(
             "lora_modules needs enable_lora: paged serve MODEL --enable-lora --lora-modules NAME=PATH"
         )
+    if serve_options.allow_runtime_lora_updating and not engine_options.get("enable_lora"):
+        raise ConfigError("allow_runtime_lora_updating needs enable_lora: paged serve MODEL --enable-lora")
     common.follow(engine_options)
     return run(serve_options, lambda listeners: _serve(entry, engine_options, serve_options, listeners))
 

@@ -11,28 +11,31 @@ from typing import Any
 
 from ..architectures.config import TensorNames
 from ..base.errors import CheckpointError, RequestError
-from ..base.validation import shown
 from ..checkpoints.lora_adapter import LoraAdapter, read_lora_adapter
 from ..checkpoints.model_directory import resolve
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
+from .loaded_adapters import LoadedAdapters
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """An adapter that was asked for. number: that of its content, for the scheduler and the runner."""
+class ReadAdapter:
+    """A request for an adapter, and the adapter, read for it while the engine computes steps."""
 
     request: LoRARequest
-    number: int
-    namespace: bytes  # that of its KV
+    adapter: LoraAdapter
 
 
 class Adapters:
     """The LoRA adapters that an engine knows.
 
-    memory: the adapters in host memory, by number. The runner copies them into slots on the device.
-    in_use: returns the numbers of the adapters of unfinished requests.
-    most: maximum number of adapters in memory that no request uses.
+    memory: the adapters in host memory, by number; the runner copies them into slots. A number stands for a
+        content, under whatever names.
+    most: how many adapters stay in memory, beside those in use. The longest unused leave first, and are read
+        again when a request needs them.
+    in_use: returns the numbers of unfinished requests' adapters.
+
+    loaded: the adapters that requests may name.
     """
 
     def __init__(
@@ -46,56 +49,84 @@ class Adapters:
         self._slots = slots
         self._memory = memory
         self._names = names
-        self._most = most
+        self.most = most
         self._in_use = in_use
-        self._by_name: dict[str, _Known] = {}
+        self.loaded = LoadedAdapters()
         self._used = OrderedDict[int, None]()  # the numbers in memory, the longest unused first
-        self._number_of: dict[bytes, int] = {}  # by digest
+        self._number_of: dict[str, int] = {}  # by the hash of the content
         self._numbers = itertools.count(1)
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The known adapters, in the order in which they were added."""
-        return [known.request for known in self._by_name.values()]
+        """The adapters that are known, in the order in which they came."""
+        return self.loaded.requests
 
-    def find(self, request: Any) -> tuple[int, bytes]:
-        """Return the number of an adapter, and the prefix of its requests' KV namespaces. Read it if
-        necessary.
+    def prepare(self, request: Any) -> Any:
+        """Return what `find` takes without reading a file. Any thread may call this.
 
-        Raises RequestError if the argument is no LoRARequest, contradicts a known adapter, or cannot be read.
+        Raises RequestError as `find` does.
         """
-        if not isinstance(request, LoRARequest):
-            raise RequestError(
-                f"lora_request must be a LoRARequest, got {shown(request)}", param="lora_request"
-            )
-        known = self._known(request)
-        if known is None or known.number not in self._memory:
-            known = self._load(request)
-        self._used[known.number] = None
-        self._used.move_to_end(known.number)
-        return known.number, known.namespace
+        if isinstance(request, ReadAdapter):
+            return request
+        wanted = self._hash_of(request)
+        return request if self._has(wanted) else ReadAdapter(request, self._read(request, wanted))
 
-    def _known(self, request: LoRARequest) -> _Known | None:
-        """Return an adapter that is known by this name, number and path; None if it is to be read."""
-        same_name = self._by_name.get(request.lora_name)
-        same_id = next(
-            (k for k in self._by_name.values() if k.request.lora_int_id == request.lora_int_id), None
-        )
-        if same_name is same_id and (same_name is None or same_name.request.lora_path == request.lora_path):
-            return same_name
-        if request.load_inplace:
-            return None
-        other = same_name or same_id
-        assert other is not None
-        raise RequestError(
-            f"adapter {request.lora_name!r} with number {request.lora_int_id} and path "
-            f"{request.lora_path!r} contradicts {other.request.lora_name!r} with number "
-            f"{other.request.lora_int_id} and path {other.request.lora_path!r}, which is loaded: remove that "
-            "one, or give load_inplace=True",
-            param="lora_request",
-        )
+    def is_in_memory(self, request: Any) -> bool:
+        """Return whether `find` reads no file for a request. Raises RequestError as `find` does."""
+        return self._has(self._hash_of(request))
 
-    def _load(self, request: LoRARequest) -> _Known:
+    def find(self, given: LoRARequest | ReadAdapter) -> tuple[int, bytes]:
+        """Return the number of a request's adapter, and what the namespace of its KV begins with.
+
+        Reads the adapter if it is not in memory.
+
+        Raises RequestError for what is no LoRARequest or contradicts an adapter that is known, and for an
+        adapter that cannot be read, or has another content than it had when it was loaded.
+        """
+        request = given.request if isinstance(given, ReadAdapter) else given
+        wanted = self._hash_of(request)
+        number = 0 if wanted is None else self._number_of.get(wanted, 0)
+        if number not in self._memory:
+            is_other = isinstance(given, ReadAdapter) and wanted not in (None, given.adapter.digest.hex())
+            found = self.load(request if is_other else given)
+            number = self._number_of[found]
+            if wanted is None:
+                self.loaded.add(request, found)
+            wanted = found
+        assert wanted is not None
+        self._used.move_to_end(number)
+        return number, b"lora" + bytes.fromhex(wanted)
+
+    def load(self, given: LoRARequest | ReadAdapter) -> str:
+        """Read an adapter into memory, if it is not there. Return the hash of its content."""
+        if not isinstance(given, ReadAdapter):
+            given = self.prepare(given)
+        if not isinstance(given, ReadAdapter):
+            wanted = self._hash_of(given)
+            assert wanted is not None, "an adapter in memory has no hash"
+            return wanted
+        content_hash = given.adapter.digest.hex()
+        number = self._number_of.get(content_hash)
+        if number is None:
+            number = self._number_of[content_hash] = next(self._numbers)
+        self._memory[number] = given.adapter
+        self._used[number] = None
+        self._used.move_to_end(number)
+        self._evict()
+        return content_hash
+
+    def _hash_of(self, request: Any) -> str | None:
+        """Return the hash of a request's adapter; None if it is to be read whatever is in memory."""
+        if isinstance(request, LoRARequest) and request.content_hash is not None:
+            return request.content_hash
+        known = self.loaded.find(request)
+        return None if known is None else known.content_hash
+
+    def _has(self, content_hash: str | None) -> bool:
+        return content_hash is not None and self._number_of.get(content_hash) in self._memory
+
+    def _read(self, request: LoRARequest, wanted: str | None) -> LoraAdapter:
+        """Read an adapter, whose content must have the hash `wanted` unless that is None."""
         try:
             adapter = read_lora_adapter(Path(resolve(request.lora_path)), self._names)
             self._slots.check(adapter)
@@ -103,37 +134,40 @@ class Adapters:
             raise RequestError(
                 f"adapter {request.lora_name!r} cannot be used: {error}", param="lora_request"
             ) from error
-        number = self._number_of.get(adapter.digest)
-        if number is None:
-            number = self._number_of[adapter.digest] = next(self._numbers)
-        for name, known in [*self._by_name.items()]:
-            if known.request.lora_int_id == request.lora_int_id or name == request.lora_name:
-                del self._by_name[name]
-        self._memory[number] = adapter
-        self._used[number] = None
-        known = self._by_name[request.lora_name] = _Known(request, number, b"lora" + adapter.digest)
-        self._evict()
-        return known
+        if wanted not in (None, found := adapter.digest.hex()):
+            raise RequestError(
+                f"adapter {request.lora_name!r} cannot be used: {request.lora_path!r} has other weights than "
+                f"when it was loaded, with the hash {found} in place of {wanted}; load it again, with "
+                "load_inplace=True",
+                param="lora_request",
+            )
+        return adapter
 
     def _evict(self) -> None:
         """Drop the longest unused adapters from memory, but those of unfinished requests."""
-        if len(self._used) <= self._most:
+        if len(self._used) <= self.most:
             return
         in_use = self._in_use()
         newest = next(reversed(self._used))
         for number in [*self._used]:
-            if len(self._used) <= self._most:
+            if len(self._used) <= self.most:
                 break
             if number not in in_use and number != newest:
-                del self._used[number], self._memory[number]
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        del self._used[number], self._memory[number]
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter. Return whether it was known. Unfinished requests continue with it."""
-        for name, known in self._by_name.items():
-            if known.request.lora_int_id == lora_int_id:
-                del self._by_name[name]
-                shared = any(other.number == known.number for other in self._by_name.values())
-                if not shared and known.number in self._memory and known.number not in self._in_use():
-                    del self._used[known.number], self._memory[known.number]
-                return True
-        return False
+        """Forget an adapter; unfinished requests keep it. Return whether it was known."""
+        known = self.loaded.remove(lora_int_id)
+        content_hash = None if known is None else known.content_hash
+        if content_hash is not None and not self.loaded.has_content(content_hash):
+            self.forget(content_hash)
+        return known is not None
+
+    def forget(self, content_hash: str) -> None:
+        """Free the memory of an adapter, unless an unfinished request has it."""
+        number = self._number_of.get(content_hash, 0)
+        if number in self._memory and number not in self._in_use():
+            self._drop(number)

@@ -319,7 +319,8 @@ class AsyncEngine(ABC, Generic[E]):
         spec = await self._in_pool(pool, make, deadline, is_quick=is_quick)
         parsed = spec.prompt
         spec = without_text(spec)
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
+        adapter = await deadline.wait_for(self._known_adapter(lora_request))
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, adapter)
         (output,) = await self._report([self._id(request_id)], [spec], terms, parsed, on_prompt, on_place)
         found: EmbeddingRequestOutput = replace(output, prompt=parsed.text)
         return found
@@ -351,7 +352,8 @@ class AsyncEngine(ABC, Generic[E]):
         specs = [ScoreSpec(whole, len(parsed.token_ids)) for whole in wholes]
         names = names_of_scores(self._id(request_id), len(specs))
         part_of = names[0] if len(names) > 1 else ""
-        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, lora_request)
+        adapter = await deadline.wait_for(self._known_adapter(lora_request))
+        terms = ReportTerms(params.priority, tenant, deadline.left_s, part_of, adapter)
         return await self._report(names, specs, terms, parsed, on_prompt, on_place)
 
     def get_tokenizer(self) -> Any:
@@ -411,6 +413,38 @@ class AsyncEngine(ABC, Generic[E]):
     @abstractmethod
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes of all engines. Running requests keep their blocks."""
+
+    @abstractmethod
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read a LoRA adapter before its first request, while requests run. Return whether it was not known.
+
+        load_inplace reads it again, and lets it take the place of one with its name or number. Requests that
+        have begun keep the adapter with which they began.
+
+        Raises RequestError if it cannot be read, does not fit the model, or contradicts one that is known;
+        nothing has changed then. Raises UsageError without enable_lora, and EngineDeadError.
+        """
+
+    @abstractmethod
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this lora_int_id. Requests that have begun keep it. Return whether it was
+        known.
+
+        Raises UsageError without enable_lora.
+        """
+
+    @abstractmethod
+    async def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that is known. Raises UsageError without enable_lora."""
+
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        return []
+
+    @abstractmethod
+    async def _known_adapter(self, request: LoRARequest | None) -> Any:
+        """Return a request's adapter as the engines take it, once it was read. Raises RequestError."""
 
     async def resize(self, replicas: int) -> None:
         """Set the number of engines. Raises ConfigError if this class does not support the number."""
@@ -474,6 +508,9 @@ class AsyncEngine(ABC, Generic[E]):
         params = spec.params(self.text.default_params)
         deadline = Deadline(params.timeout_s)
         spec = replace(spec, sampling_params=params, priority=None, timeout_s=None, part_of=stream.part_of)
+        if spec.lora_request is not None:
+            adapter = await deadline.wait_for(self._known_adapter(spec.lora_request))
+            spec = replace(spec, lora_request=adapter)
         if stream.render is not None:
             prompt = await self._in_pool(self.text.rendering, stream.render, deadline)
             spec = replace(spec, prompt=prompt)

@@ -6,7 +6,7 @@ import asyncio
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..base.arguments import show_arguments_of
 from ..base.errors import UsageError
@@ -20,6 +20,9 @@ from .engine import LLMEngine
 from .reports import ReportSpec, ReportTerms
 from .request_spec import RequestSpec
 from .thread import EngineThread, Mailbox
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 T = TypeVar("T")
 
@@ -106,6 +109,33 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
     async def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep their blocks."""
         await self.call(LLMEngine.reset_prefix_cache)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read a LoRA adapter before its first request; see `AsyncEngine.add_lora`."""
+        known: Any = await self._known_adapter(lora_request)
+        return await self.call(lambda engine: engine.add_lora(known))
+
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        adapters = self._thread.engine.core.factory.adapters
+        return [] if adapters is None else adapters.requests
+
+    async def _known_adapter(self, request: LoRARequest | None) -> Any:
+        """Return an adapter, which was read on another thread if it was not in memory."""
+        await self._attach()
+        if not self._thread.reads(request):
+            return request
+        prepare = self._thread.prepare_adapter
+        return await asyncio.get_running_loop().run_in_executor(None, prepare, request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this lora_int_id; see `AsyncEngine.remove_lora`."""
+        return await self.call(lambda engine: engine.remove_lora(lora_id))
+
+    async def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that is known."""
+        return await self.call(LLMEngine.list_loras)
 
     def describe(self) -> str:
         """Describe the model and its KV cache in one line."""

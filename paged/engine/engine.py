@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ..scheduler.policies import Fair
     from ..scheduler.stats import EngineStats
     from ..text.chat_template import ChatTemplates, Message
-    from .adapters import Adapters
+    from .adapters import Adapters, ReadAdapter
     from .beam_search import BeamSearchOutput
     from .embedding import EmbeddingRequestOutput
     from .scoring import ScoreOutput
@@ -698,7 +698,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         """The adapters. Raises UsageError if the engine takes none."""
         adapters = self.core.factory.adapters
         if adapters is None:
-            raise UsageError("the engine takes no LoRA adapters: make it with enable_lora=True")
+            from ..options.lora_request import NO_LORA
+
+            raise UsageError(NO_LORA)
         return adapters
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -708,9 +710,23 @@ class LLMEngine(metaclass=ExplainsMissing):
         enable_lora.
         """
         adapters = self._adapters
-        is_new = lora_request not in adapters.requests
+        is_new = adapters.loaded.find(getattr(lora_request, "request", lora_request)) is None
         adapters.find(lora_request)
         return is_new
+
+    def load_adapter(self, lora_request: LoRARequest | ReadAdapter) -> str:
+        """Read an adapter into memory, if it is not there, without a name. Return the hash of its content.
+
+        Raises RequestError as `add_lora` does, UsageError without enable_lora.
+        """
+        return self._adapters.load(lora_request)
+
+    def forget_adapter(self, content_hash: str) -> None:
+        """Free the memory of an adapter, which unfinished requests keep.
+
+        Raises UsageError without enable_lora.
+        """
+        self._adapters.forget(content_hash)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget the adapter with this lora_int_id. Return whether it was known. Unfinished requests continue

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..base.errors import EngineDeadError
 from ..requests.request import Outbox, Request, RequestGroup
@@ -20,6 +20,9 @@ from ..scheduler.schedule import Schedule
 from .async_base import next_publish_time
 from .engine import LLMEngine
 from .request_spec import Prepared, RequestSpec
+
+if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +133,27 @@ class EngineLoop:
         assert not isinstance(spec.prompt, Prepared)
         factory = self.engine.core.factory
         params = spec.params(factory.default_params)
-        return replace(spec, prompt=factory.prepare(spec.prompt, params), sampling_params=params)
+        adapter = self.prepare_adapter(spec.lora_request)
+        prompt = factory.prepare(spec.prompt, params)
+        return replace(spec, prompt=prompt, sampling_params=params, lora_request=adapter)
+
+    def prepare_adapter(self, lora_request: Any) -> Any:
+        """Return a request's adapter, read if it is not in memory. Any thread may call this.
+
+        Raises RequestError.
+        """
+        adapters = self.engine.core.factory.adapters
+        return lora_request if lora_request is None or adapters is None else adapters.prepare(lora_request)
+
+    def reads(self, lora_request: LoRARequest | None) -> bool:
+        """Return whether a file is read to add a request with this adapter. Any thread may call this.
+
+        Raises RequestError for one that contradicts an adapter that is loaded.
+        """
+        adapters = self.engine.core.factory.adapters
+        if lora_request is None or adapters is None:
+            return False
+        return not adapters.is_in_memory(lora_request)
 
     def add(self, add: Callable[[LLMEngine], T], reader: Recipient) -> Future[T]:
         """Submit a call of `add`, which adds a reader's request. If it fails, the reader gets the error."""

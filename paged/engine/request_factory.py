@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import RequestError, about
 from ..base.validation import shown
@@ -35,7 +35,6 @@ from .request_spec import (
 )
 
 if TYPE_CHECKING:
-    from ..options.lora_request import LoRARequest
     from ..requests.prompt_report import PromptReport
     from ..requests.stop_strings import StopStrings
     from ..sampling.structured_outputs import Grammars
@@ -130,15 +129,19 @@ class RequestFactory:
             samples[0].report = self._prompt_report(length, params.prompt_logprobs)
         return RequestGroup(request_id, samples)
 
-    def with_adapter(self, inputs: RequestInputs, request: LoRARequest) -> RequestInputs:
-        """Return the inputs of a request with its LoRA adapter, which changes the namespace of its KV."""
+    def with_adapter(self, inputs: RequestInputs, given: Any) -> RequestInputs:
+        """Return the inputs of a request with its LoRA adapter, which changes the namespace of its KV.
+
+        given: a `LoRARequest`, or a `ReadAdapter`.
+        """
+        request = getattr(given, "request", given)
         if self.adapters is None:
             raise RequestError(
                 f"the engine takes no LoRA adapters, got lora_request {request!r}: make it with "
                 "enable_lora=True",
                 param="lora_request",
             )
-        number, namespace = self.adapters.find(request)
+        number, namespace = self.adapters.find(given)
         return replace(inputs, adapter=number, lora_request=request, namespace=namespace + inputs.namespace)
 
     def prepare(self, prompt: Prompt | ParsedPrompt, params: SamplingParams) -> Prepared:

@@ -52,7 +52,7 @@ class RequestSpec:
     resumed: the samples to continue after another engine has ended. Since that engine had accepted the
         request, a full queue does not refuse it, and its tenant is not charged for the prompt again.
     part_of: see `RequestInputs`.
-    lora_request: the LoRA adapter; None: the model alone.
+    lora_request: the LoRA adapter, or a `ReadAdapter`; None: the model alone.
     """
 
     prompt: Prompt | ParsedPrompt | Prepared

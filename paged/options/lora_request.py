@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..base.arguments import strict
 from ..base.errors import ConfigError, RequestError
 from ..base.validation import check_bool, check_int, shown
+
+NO_LORA = "the engine takes no LoRA adapters: make it with enable_lora=True"
+_HASH = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,9 @@ class LoRARequest:
     lora_name: the name that users know the adapter by.
     lora_int_id: a number of the adapter's own, from 1 on.
     lora_path: a directory with adapter_config.json and adapter_model.safetensors, or an id on the hub.
-    load_inplace: whether this adapter may replace another one of the same name or number.
+    load_inplace: whether this adapter is read again, and may replace another one of the same name or number.
+    content_hash: the sha256 of its tensors and its config, in hexadecimal; an adapter with another content is
+        refused. None takes what is loaded, or else what is read.
 
     Raises RequestError naming the field that is wrong.
     """
@@ -27,6 +33,7 @@ class LoRARequest:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False
+    content_hash: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):
@@ -40,6 +47,13 @@ class LoRARequest:
                 )
         check_int(RequestError, "lora_int_id", self.lora_int_id, 1, 2**63 - 1)
         check_bool(RequestError, "load_inplace", self.load_inplace)
+        if self.content_hash is not None and not (
+            isinstance(self.content_hash, str) and _HASH.fullmatch(self.content_hash)
+        ):
+            raise RequestError(
+                f"content_hash must be 64 hexadecimal digits, got {shown(self.content_hash)}",
+                param="lora_request",
+            )
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ..base.errors import RequestError
 from ..base.validation import shown
 from .answers.schemas import RESPONSES
+from .calls.adapters import LoadAdapterCall, UnloadAdapterCall
 from .calls.call import Call
 from .calls.chat import ChatCall
 from .calls.completions import CompletionCall
@@ -45,7 +46,8 @@ _LISTED: list[Endpoint] = []
 # admin: who has the admin key. watch: the same, and who has a key of the server, who sees what is the key's.
 Access = Literal["all", "keys", "public", "operator", "admin", "watch"]
 MESSAGES_PATH = "/v1/messages"
-ADMIN_PREFIX = "/admin/"  # of the paths of that access, and of no others
+ADMIN_PREFIX = "/admin/"  # of the paths of that access, but for those that vLLM has elsewhere
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,10 @@ class Endpoint:
     def __post_init__(self) -> None:
         where = f"{self.method} {self.path}"
         assert self.path.startswith("/"), f"{where}: a path begins with a slash"
-        is_admin = self.access == "admin"
-        assert is_admin == self.path.startswith(ADMIN_PREFIX), f"{where}: {ADMIN_PREFIX} is for the admin key"
-        has_call = self.method == "POST" and not is_admin and "{" not in self.path
+        is_below = self.path.startswith(ADMIN_PREFIX)
+        is_admin = is_below or self.path in ADMIN_PATHS
+        assert is_admin == (self.access == "admin"), f"{where}: {ADMIN_PREFIX} is for the admin key"
+        has_call = self.method == "POST" and not is_below and "{" not in self.path
         assert has_call == (self.call is not None), (
             f"{where}: POST has a call, GET and admin have none, and neither has what names its object"
         )
@@ -273,6 +276,18 @@ POST_LOAD, POST_UNLOAD = (
     for verb, summary in (
         ("load", "Load a model of a server that has several, and answer when it is loaded"),
         ("unload", "Unload a model of a server that has several, once no request uses it"),
+    )
+)
+POST_LOAD_ADAPTER, POST_UNLOAD_ADAPTER = (
+    Endpoint("POST", path, summary, None, media=_PLAIN, call=call, access="admin")
+    for path, summary, call in zip(
+        ADMIN_PATHS,
+        (
+            "Load a LoRA adapter from a path of the server; only with --allow-runtime-lora-updating",
+            "Unload a LoRA adapter; only with --allow-runtime-lora-updating",
+        ),
+        (LoadAdapterCall, UnloadAdapterCall),
+        strict=True,
     )
 )
 POST_REPLICAS = Endpoint(

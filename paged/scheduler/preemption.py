@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..blocks.manager import BlockManager
@@ -80,6 +80,31 @@ class Preemption:
         for victim in victims if self._are_settled(victims) else ():
             self.preempt(victim, schedule)
 
+    def make_room_for_adapter(self, room: Room, schedule: Schedule) -> None:
+        """Preempt requests with higher priority numbers, if the next request without a slot can then run.
+
+        All of them have one adapter, whose slot becomes free, but for those whose blocks or seats it needs.
+
+        room: the seats, blocks and tokens of an empty step.
+        """
+        adapters = self._running.adapters
+        assert adapters is not None, "no request has an adapter"
+        request = adapters.next_request()
+        if request is None or adapters.num_free:
+            return
+        head = self._queue.peek()
+        from .adapters import place_of
+        from .victims import users_to_preempt
+
+        if head is not None and place_of(head) < place_of(request):
+            return  # it is not its turn
+        users = users_to_preempt(request, adapters.users(self._running.requests), self._max_preemptions)
+        if not users:
+            return
+        victims = self._victims_for(request, self._queue.need(request), room, users)
+        for victim in victims if self._are_settled(victims) else ():
+            self.preempt(victim, schedule)
+
     def make_room_for_shares(self, room: Room, schedule: Schedule) -> None:
         """Preempt requests of tenants above their share; see `AboveShare.make_room`."""
         head = self._queue.peek()
@@ -131,11 +156,17 @@ class Preemption:
 
     def preempt_held(self, since: float, schedule: Schedule) -> None:
         """Preempt requests that have been held since the time `since`, if another request waits to run."""
-        if not self._held_since or self._queue.peek() is None:
+        if not self._held_since or not self._any_waits():
             return
         for request, held_at in self._held_since.items():
             if request.status is RequestStatus.RUNNING and request.is_settled and held_at <= since:
                 self.preempt(request, schedule)
+
+    def _any_waits(self) -> bool:
+        """Return whether a request waits to run, in the queue or for the slot of an adapter."""
+        adapters = self._running.adapters
+        lacks_slot = adapters is not None and adapters.next_request() is not None
+        return lacks_slot or self._queue.peek() is not None
 
     def hold_grown_long(self, request: Request) -> None:
         """Exclude a running request from steps: it has reached `RequestInputs.long_from`, so its KV is stale.
@@ -192,10 +223,12 @@ class Preemption:
                 return candidate
         return None
 
-    def _victims_for(self, head: Request, need: Need, room: Room) -> list[Request]:
+    def _victims_for(
+        self, head: Request, need: Need, room: Room, users: Sequence[Request] = ()
+    ) -> list[Request]:
         from .victims import victims_for
 
-        return victims_for(head, need, room, self._running, self._manager, self._max_preemptions)
+        return victims_for(head, need, room, self._running, self._manager, self._max_preemptions, users)
 
     def check(self) -> None:
         """Check that every request in the table of held requests is held and unfinished."""

@@ -204,6 +204,9 @@ class Scheduler:
         self._let_others_pass()
         self.preemption.preempt_held(schedule.scheduled_time - self.held_for_s, schedule)
         if self.policy.preempts:
+            if self._running.adapters is not None:
+                self.preemption.make_room_for_adapter(self._whole_step(), schedule)
+                self._let_others_pass()
             self.preemption.make_room_for_waiting(self._whole_step(), schedule)
         if self._fair is not None:
             self._running.count_anew()
@@ -230,10 +233,12 @@ class Scheduler:
         if adapters is None:
             return
         for request in adapters.take_released():
-            self._set_held(request, request.held & ~NO_ADAPTER)
+            request.held &= ~NO_ADAPTER
+            self._queue.take_back(request)
         while (head := self._queue.peek()) is not None and not adapters.admits(head):
+            head.held |= NO_ADAPTER
             adapters.set_aside(head)
-            self._set_held(head, head.held | NO_ADAPTER)
+            self._queue.set_aside(head)
 
     def _split_head(self, fair: Fair) -> None:
         """Let the samples of the head run one by one where they exceed their tenant's share together.
@@ -644,15 +649,17 @@ class Scheduler:
         self._set_held(request, request.held & ~reason)
 
     def _set_held(self, request: Request, held: int) -> None:
-        before = request.held
-        request.held = held
-        if bool(before) is bool(held):
+        before = request.held & ~NO_ADAPTER
+        after = held & ~NO_ADAPTER
+        # One that was set aside and is held asks for a slot again once it is released.
+        request.held = after or held
+        if bool(before) is bool(after):
             return
         # A sample that has not arrived runs when its prompt is computed.
         if request.status is RequestStatus.WAITING and request.arrival >= 0:
             self._queue.remove(request)
             self._queue.push(request)
-        if held:
+        if after:
             self.preemption.hold(request, self.clock())
         else:
             self.preemption.release(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..blocks.manager import BlockManager
 from ..requests.request import Request
@@ -15,21 +15,32 @@ from .waiting import Need, Room, WaitingQueue
 
 
 def victims_for(
-    head: Request, need: Need, room: Room, running: RunningSet, manager: BlockManager, max_preemptions: int
+    head: Request,
+    need: Need,
+    room: Room,
+    running: RunningSet,
+    manager: BlockManager,
+    max_preemptions: int,
+    users: Sequence[Request] = (),
 ) -> list[Request]:
     """Choose requests to preempt for the head of the queue; none if it could still not run.
 
     room: the room of an empty step.
+    users: requests that are among those to preempt in any case.
     """
     max_chunk = running.max_chunk
     for request in running.requests:
         room = room.minus(running.claim(request))
-    victims = list[Request]()
+    victims = [*users]
     # The cached blocks that the head begins with do not become available: it will hold them.
     gone = Counter({block: -1 for blocks in need.hits or () for block in blocks})
+    for user in users:
+        room = room.plus(running.claim(user)).plus(Room(0, 0, 0, manager.num_freed(user.blocks, gone)))
     for candidate in reversed(running.requests):
         if room.first_chunk(need, max_chunk):
             break
+        if candidate in victims:
+            continue
         if candidate.inputs.priority <= head.inputs.priority:
             return []
         # One more preemption would protect it, and it would run again before the head.
@@ -40,6 +51,26 @@ def victims_for(
     if len(victims) == len(running.requests) and not manager.pool.num_steps_in_flight:
         room = room._replace(num_blocks=math.inf)
     return victims if room.first_chunk(need, max_chunk) else []
+
+
+def users_to_preempt(
+    request: Request, users: Mapping[int, Sequence[Request]], max_preemptions: int
+) -> Sequence[Request]:
+    """Return the users of the adapter that gives its slot to a request; none if no adapter does.
+
+    All of them have higher priority numbers than the request. The users of the adapter whose first user has
+    the highest rank are returned.
+
+    users: the running requests by adapter.
+    """
+
+    def yields(user: Request) -> bool:
+        # One more preemption would protect it, and it would run again before the request.
+        is_weaker = user.inputs.priority > request.inputs.priority
+        return is_weaker and user.ready and user.metrics.num_preemptions + 1 < max_preemptions
+
+    candidates = [each for each in users.values() if all(map(yields, each))]
+    return max(candidates, key=lambda each: each[0].rank, default=())
 
 
 class AboveShare:

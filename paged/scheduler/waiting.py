@@ -54,6 +54,10 @@ class Backlog:
         self._num_parts -= 1
         return True
 
+    def is_turn_of(self, request: Request) -> bool:
+        """Return whether a request is the part of its call that waits in the queue."""
+        return self._queued.get(request.inputs.part_of) is request
+
     def next_after(self, request: Request) -> Request | None:
         """Return the part that joins the queue after `request` has left it; None if there is none."""
         call = request.inputs.part_of
@@ -206,11 +210,33 @@ class WaitingQueue:
         self.num_tokens -= request.num_tokens
         if request in self._held:
             del self._held[request]
+            self._let_next_arrive(request)  # if it was set aside
         elif request.protected:
-            self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
+            self._remove_protected(request)
         elif not self._backlog.discard(request):
             self._policy.remove(request)
             self._let_next_arrive(request)
+
+    def _remove_protected(self, request: Request) -> None:
+        self._protected = sorted(entry for entry in self._protected if entry[1] is not request)
+
+    def set_aside(self, request: Request) -> None:
+        """Hold the head without the loss of its turn among the parts of its call."""
+        self._num_changes += 1
+        if request.protected:
+            self._remove_protected(request)
+        else:
+            self._policy.remove(request)
+        self._held[request] = None
+
+    def take_back(self, request: Request) -> None:
+        """Put a request that was set aside back into its place."""
+        self._num_changes += 1
+        del self._held[request]
+        if request.protected:
+            heapq.heappush(self._protected, (request.rank, request))
+        else:
+            self._policy.push(request)
 
     def _let_next_arrive(self, request: Request) -> None:
         """Queue the next part of the call to which a request belongs that has left the queue."""
@@ -260,7 +286,8 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Check that the backlog and the queue hold the parts of calls that they should."""
-        self._backlog.check([*self._policy])
+        aside = [request for request in self._held if self._backlog.is_turn_of(request)]
+        self._backlog.check([*self._policy, *aside])
 
     def __len__(self) -> int:
         return len(self._protected) + len(self._policy) + len(self._held) + len(self._backlog)

@@ -137,7 +137,9 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
-    def tell(self, order: frames.Weigh | frames.ForgetPrefixes) -> None:
+    def tell(
+        self, order: frames.Weigh | frames.ForgetPrefixes | frames.LoadAdapter | frames.ForgetAdapter
+    ) -> None:
         """Send an order that concerns no single request. Raises EngineDeadError."""
         self._send(order)
 
@@ -151,7 +153,16 @@ class EngineConnection(asyncio.Protocol):
         picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
         return picture
 
-    async def _asked(self, question: frames.Ask | frames.Look) -> Any:
+    async def load_adapter(self, adapter: frames.Adapter) -> str:
+        """Have the engine read a LoRA adapter. Return its hash. Raises RequestError and EngineDeadError."""
+        found: str = await self._asked(frames.LoadAdapter(next(self._asks), adapter))
+        return found
+
+    def load_again(self, adapter: frames.Adapter) -> None:
+        """Have the engine read an adapter that others have read. If it cannot, its requests are told."""
+        self.tell(frames.LoadAdapter(next(self._asks), adapter))
+
+    async def _asked(self, question: frames.Ask | frames.Look | frames.LoadAdapter) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question.key] = answer
         try:
@@ -288,6 +299,8 @@ class EngineConnection(asyncio.Protocol):
                 self._answer(key, stats)
             case frames.Seen(key=key, picture=picture):
                 self._answer(key, picture)
+            case frames.Loaded(key=key, content_hash=content_hash):
+                self._answer(key, content_hash)
             case frames.Refused(key=int() as key) if (answer := self._answers.get(key)) is not None:
                 if not answer.done():
                     answer.set_exception(error_of(report))
@@ -310,7 +323,7 @@ class EngineConnection(asyncio.Protocol):
         """The latest time at which an ended process may have computed something. It may have hung before."""
         return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
 
-    def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
+    def _answer(self, key: int, found: EngineStats | EnginePicture | str) -> None:
         if (answer := self._answers.get(key)) is not None and not answer.done():
             answer.set_result(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import socket
@@ -12,18 +13,19 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 from ..base.arguments import show_arguments_of
-from ..base.errors import ConfigError, RequestError, ResourceError
+from ..base.errors import ConfigError, RequestError, ResourceError, UsageError
 from ..base.validation import check_int, shown
 from ..checkpoints.model_directory import resolve
 from ..engine.answer_memory import AnswerAccount, AnswerBudget, comes_in_parts
 from ..engine.async_base import STREAM_INTERVAL_S, AsyncEngine, RequestStream, check_interval
 from ..engine.embedding import EmbeddingSpec
+from ..engine.loaded_adapters import LoadedAdapters
 from ..engine.model_text import ModelText, read_model
 from ..engine.reports import ReportTerms
 from ..engine.request_spec import Prepared, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
-from ..options.lora_request import LoRARequest
+from ..options.lora_request import NO_LORA, LoRARequest
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
 from ..scheduler.stats import EngineStats
@@ -110,7 +112,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
                 replica,
                 num_sharing,
                 socket.gethostname(),
-                [frames.Adapter(each.name, each.adapter_id, each.path) for each in lora_modules],
+                [*map(frames.Adapter.named, lora_modules)],
             )
             for replica in range(replicas)
         ]
@@ -124,6 +126,15 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         except BaseException:
             self._finalizer()
             raise
+        self.adapters = LoadedAdapters()
+        self._loading = asyncio.Lock()
+        for number, module in enumerate(lora_modules):
+            hashes = {each.adapters[number] for each in ready}
+            if len(hashes) > 1:
+                self._finalizer()
+                raise ConfigError(f"the engines have read other contents of the adapter {module.lora_name!r}")
+            self.adapters.add(module, hashes.pop())
+        self._set_adapters()
         # With shares of one machine's memory, engines may have caches of different sizes.
         self.max_model_len = min(each.max_model_len for each in ready)
         self.prompts = self.text.new_parser(self.max_model_len)
@@ -158,6 +169,75 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         for engine in self._running():
             engine.reset_prefix_cache()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Have all engines read a LoRA adapter before its first request; see `AsyncEngine.add_lora`.
+
+        Engines that are replaced later read it before they serve.
+        """
+        self._check_lora()
+        await self._attach()
+        async with self._loading:
+            if self.adapters.find(lora_request) is not None:
+                return False
+            await self._load_adapter(lora_request)
+            return True
+
+    async def _load_adapter(self, request: LoRARequest) -> LoRARequest:
+        content_hash = await self._supervisor.load_adapter(frames.Adapter.named(request))
+        before = self.adapters.requests
+        known = self.adapters.add(request, content_hash)
+        self._set_adapters()
+        self._forget(before)
+        return known
+
+    def _set_adapters(self) -> None:
+        """Have engines that are made later read the adapters that are loaded."""
+        self._supervisor.set_adapters([*map(frames.Adapter.named, self.adapters.requests)])
+
+    def _forget(self, requests: Sequence[LoRARequest]) -> None:
+        """Free the memory of adapters that are loaded no more."""
+        for each in requests:
+            if each.content_hash is not None and not self.adapters.has_content(each.content_hash):
+                self._supervisor.forget_adapter(each.content_hash)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapter of this lora_int_id; see `AsyncEngine.remove_lora`."""
+        self._check_lora()
+        await self._attach()
+        async with self._loading:
+            known = self.adapters.remove(lora_id)
+            if known is None:
+                return False
+            self._set_adapters()
+            self._forget([known])
+            return True
+
+    async def list_loras(self) -> set[int]:
+        """Return the lora_int_id of each adapter that is known."""
+        self._check_lora()
+        return {each.lora_int_id for each in self.adapters.requests}
+
+    @property
+    def loaded_adapters(self) -> list[LoRARequest]:
+        """The adapters that are known, each with the hash of its content."""
+        return self.adapters.requests
+
+    def _check_lora(self) -> None:
+        if not self.config.enable_lora:
+            raise UsageError(NO_LORA)
+
+    async def _known_adapter(self, request: LoRARequest | None) -> LoRARequest | None:
+        """Return an adapter with its hash, once all engines have read it."""
+        if request is None or not self.config.enable_lora:  # which the engine refuses
+            return request
+        if isinstance(request, LoRARequest) and request.content_hash is not None:
+            return request
+        if (known := self.adapters.find(request)) is not None:
+            return known
+        await self._attach()
+        async with self._loading:
+            return self.adapters.find(request) or await self._load_adapter(request)
 
     async def resize(self, replicas: int) -> None:
         """Add or remove engine processes, while requests run, until there are `replicas`.

@@ -160,9 +160,11 @@ class EngineServer:
         stream_interval_s: float,
         link: Link,
         orders: Iterator[frames.Order | frames.Refused],
+        adapters: Sequence[str] = (),
     ) -> None:
         self.engine = engine
         self.link = link
+        self._adapters = adapters
         self._orders = orders
         self.loop = EngineLoop(engine, stream_interval_s, self._deliver, self._tell_newcomers)
         self.outputs: list[frames.Output] = []
@@ -171,7 +173,7 @@ class EngineServer:
         self.stats = engine.stats()
         self._stats_at = time.monotonic()
         self._outboxes: dict[int, FrameOutbox] = {}  # of unfinished requests, by key
-        self._preparations = Preparations[RequestSpec](MOST_PREPARED)
+        self._preparations = Preparations[Any](MOST_PREPARED)
         self._garbage = Garbage()
 
     @property
@@ -180,7 +182,8 @@ class EngineServer:
         engine = self.engine
         size = engine.block_manager.block_size
         device = engine.core.runner.device.type
-        return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device)
+        adapters = [*self._adapters]
+        return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device, adapters)
 
     def run(self) -> None:
         """Serve until a step raises. If the front end ends, the reading thread ends this process."""
@@ -263,6 +266,10 @@ class EngineServer:
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
             case frames.ForgetPrefixes():
                 self._tell(LLMEngine.reset_prefix_cache)
+            case frames.LoadAdapter():
+                self._load_adapter(order)
+            case frames.ForgetAdapter():
+                self._tell(lambda engine: engine.forget_adapter(order.content_hash))
             case frames.Ask():
                 self.loop.call(lambda engine: self._answer(order.key, engine))
             case frames.Look():
@@ -294,20 +301,63 @@ class EngineServer:
 
         self.loop.call(function).add_done_callback(log)
 
+    def _load_adapter(self, order: frames.LoadAdapter) -> None:
+        """Read an adapter while the engine computes steps, and tell the front end its hash."""
+
+        def answer(loading: Future[str]) -> None:
+            if (error := loading.exception()) is not None:
+                fail(error)
+            else:
+                self.link.send(frames.Loaded(order.key, loading.result()))
+
+        def fail(error: BaseException) -> None:
+            if not isinstance(error, EngineDeadError):
+                self.link.send(frames.Refused(order.key, *described(error)))
+
+        def add(read: Any) -> None:
+            with suppress(EngineDeadError):
+                self.loop.call(lambda engine: engine.load_adapter(read)).add_done_callback(answer)
+
+        preparation = Preparation(
+            key=order.key,
+            tenant="",
+            left_s=None,
+            prepare=lambda: self.loop.prepare_adapter(order.adapter.request()),
+            add=add,
+            fail=fail,
+            give_up=lambda: None,
+        )
+        self._preparations.submit(preparation)
+
     def _report(self, order: frames.Embed | frames.ScoreTokens) -> None:
         spec = order.spec
         outbox = ReportOutbox(order.key, order.request_id, self, spec)
         self._outboxes[order.key] = outbox
         deadline = Deadline(order.terms.timeout_s)
+        request = None if order.adapter is None else order.adapter.request()
 
-        def add(engine: LLMEngine) -> None:
-            engine.prompts.check_parsed(spec.prompt)
-            adapter = None if order.adapter is None else order.adapter.request()
-            terms = order.terms._replace(timeout_s=deadline.left_s, lora_request=adapter)
-            # Set before a step may finish it.
-            outbox.request = engine.core.add_report(order.request_id, spec, terms, outbox)
+        def add(adapter: Any) -> None:
+            def add_to(engine: LLMEngine) -> None:
+                engine.prompts.check_parsed(spec.prompt)
+                terms = order.terms._replace(timeout_s=deadline.left_s, lora_request=adapter)
+                # Set before a step may finish it.
+                outbox.request = engine.core.add_report(order.request_id, spec, terms, outbox)
 
-        self._submit(add, outbox)
+            self._submit(add_to, outbox)
+
+        if not self.loop.reads(request):
+            add(request)
+            return
+        preparation = Preparation(
+            key=outbox,
+            tenant=order.terms.tenant,
+            left_s=deadline.left_s,
+            prepare=lambda: self.loop.prepare_adapter(request),
+            add=add,
+            fail=outbox.fail,
+            give_up=lambda: add(request),
+        )
+        self._preparations.submit(preparation)
 
     def _generate(self, order: frames.Generate) -> None:
         outbox = FrameOutbox(order.key, order.request_id, self, is_whole=order.is_whole)
@@ -326,7 +376,8 @@ class EngineServer:
 
             self._submit(add_to, outbox)
 
-        if is_compiled_quickly(params):
+        adapter = None if order.adapter is None else order.adapter.request()
+        if is_compiled_quickly(params) and not self.loop.reads(adapter):
             try:
                 spec = self._prepared(order, params)
             except Exception as error:  # told to the front end, whose request it is
@@ -336,7 +387,8 @@ class EngineServer:
         elif most is not None and len(self._preparations) >= most:
             outbox.fail(
                 QueueFullError(
-                    f"{most} requests wait for their grammars and max_waiting is {most}; try again later"
+                    f"{most} requests wait for their grammars or adapters and max_waiting is {most}; try "
+                    "again later"
                 )
             )
         else:
@@ -431,6 +483,29 @@ def check_affinity() -> None:
         raise ResourceError("several replicas on a CPU need Linux, where each gets its share of the cores")
 
 
+def read_adapters(engine: LLMEngine, adapters: Sequence[frames.Adapter]) -> list[str]:
+    """Read the LoRA adapters of a start. Return their hashes.
+
+    If an earlier process has read one, its requests alone need it: as many as stay in memory are read again,
+    the newest, and one that cannot be read is logged.
+
+    Raises RequestError for any other one that cannot be read.
+    """
+    hashes = []
+    most = engine.config.max_cpu_loras or engine.config.max_loras
+    for i, adapter in enumerate(adapters):
+        if adapter.content_hash is None:
+            hashes.append(engine.load_adapter(adapter.request()))
+            continue
+        hashes.append(adapter.content_hash)
+        if i >= len(adapters) - most:
+            try:
+                engine.load_adapter(adapter.request())
+            except PagedError as error:
+                logger.error("%s", error)
+    return hashes
+
+
 def take_share(start: frames.Start) -> None:
     """Restrict this process, and its model's other processes, to their GPUs or their share of the cores.
 
@@ -485,12 +560,11 @@ def main() -> None:
     try:
         take_share(start)
         engine = LLMEngine(**start.options)
-        for adapter in start.adapters:
-            engine.add_lora(adapter.request())
+        adapters = read_adapters(engine, start.adapters)
     except Exception as error:
         link.send(refusal_of(start, error))
         return
-    server = EngineServer(engine, start.stream_interval_s, link, orders)
+    server = EngineServer(engine, start.stream_interval_s, link, orders, adapters)
     link.send(server.ready)
     server.run()
 

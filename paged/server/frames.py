@@ -57,22 +57,26 @@ class Frame(msgspec.Struct, array_like=True, tag=True):
 
 
 class Adapter(msgspec.Struct, array_like=True):
-    """A LoRA adapter: see `LoRARequest`."""
+    """A LoRA adapter: see `LoRARequest`. content_hash: None for the first one that reads it."""
 
     name: str
     number: int
     path: str
+    content_hash: str | None = None
 
     @classmethod
     def of(cls, request: LoRARequest | None) -> Self | None:
         """Return what is sent of a request's adapter."""
-        if request is None:
-            return None
-        return cls(request.lora_name, request.lora_int_id, request.lora_path)
+        return None if request is None else cls.named(request)
+
+    @classmethod
+    def named(cls, request: LoRARequest) -> Self:
+        """Return what is sent of an adapter."""
+        return cls(request.lora_name, request.lora_int_id, request.lora_path, request.content_hash)
 
     def request(self) -> LoRARequest:
         """Return the request for the adapter."""
-        return LoRARequest(self.name, self.number, self.path)
+        return LoRARequest(self.name, self.number, self.path, content_hash=self.content_hash)
 
 
 # From the front end
@@ -84,7 +88,8 @@ class Start(Frame):
     log_format: the format of the process's lines on stderr.
     replica: the number of this process among num_replicas. The processes share the cores, or have a GPU each.
     host: the name of the front end's machine.
-    adapters: the LoRA adapters that the engine reads before it serves.
+    adapters: the LoRA adapters that the engine reads before it serves. One that cannot be read ends the
+        start, but if its content_hash is known: then its requests alone fail.
     """
 
     options: dict[str, Any]
@@ -177,6 +182,19 @@ class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
 
+class LoadAdapter(Frame):
+    """Read a LoRA adapter into memory, and answer with its hash."""
+
+    key: int
+    adapter: Adapter
+
+
+class ForgetAdapter(Frame):
+    """Free the memory of an adapter. Unfinished requests keep it."""
+
+    content_hash: str
+
+
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
@@ -200,6 +218,8 @@ Order = (
     | Resume
     | Weigh
     | ForgetPrefixes
+    | LoadAdapter
+    | ForgetAdapter
     | Ask
     | Look
 )
@@ -211,6 +231,7 @@ class Ready(Frame):
     """The engine is made.
 
     device: the type of the device that computes, such as "cpu".
+    adapters: the hashes of the LoRA adapters in `Start`.
     """
 
     max_model_len: int
@@ -218,6 +239,7 @@ class Ready(Frame):
     description: str
     stats: EngineStats
     device: str
+    adapters: list[str] = []
 
 
 class Refused(Frame):
@@ -302,6 +324,13 @@ class Seen(Frame):
     picture: EnginePicture
 
 
+class Loaded(Frame):
+    """The answer to `LoadAdapter`."""
+
+    key: int
+    content_hash: str
+
+
 class Heartbeat(Frame):
     """A sign of life. A separate thread sends it every second, since a step may take longer.
 
@@ -321,7 +350,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -12,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..base.errors import ConfigError, EngineDeadError, QueueFullError
+from ..base.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from ..base.validation import shown
 from ..chat.chat_format import ChatFormat
 from ..engine.async_base import AsyncEngine, Deadline, OnPrompt
 from ..options.lora_request import LoRARequest, lora_modules_of
 from ..options.sampling_params import MAX_SEED, SamplingParams
 from ..protocol.answers.errors import TOO_MANY
+from ..protocol.calls.adapters import LoadAdapterCall, UnloadAdapterCall
 from ..protocol.calls.call import Call
 from ..protocol.endpoints import ROUTES, parse_call
 from ..protocol.limits import Limits
@@ -86,7 +88,10 @@ class FrontEnd:
         self.engine = engine
         self.options = options
         self.names = tuple(options.served_model_name) or (engine.config.model,)
-        self.adapters = {each.lora_name: each for each in lora_modules_of(options.lora_modules)}
+        modules = {each.lora_name: each for each in lora_modules_of(options.lora_modules)}
+        # With their hashes, where the engines have read them.
+        self.adapters = modules | {each.lora_name: each for each in engine.loaded_adapters}
+        self._adapter_numbers = itertools.count(1 + len(modules))
         if twice := self.adapters.keys() & {*self.names}:
             raise ConfigError(f"lora_modules has an adapter of the model's own name {min(twice)!r}")
         self.created = int(time.time())
@@ -152,6 +157,47 @@ class FrontEnd:
     def adapter_of(self, call: Call) -> LoRARequest | None:
         """Return the adapter that a call names as its model; None if it names the model itself."""
         return None if call.model is None else self.adapters.get(call.model)
+
+    async def load_adapter(self, call: LoadAdapterCall) -> None:
+        """Have all engines read an adapter. From then on requests choose it by its name.
+
+        Raises HttpError if it cannot be read, or if its name is taken; nothing has changed then.
+        """
+        known = self.adapters.get(call.name)
+        if call.name in self.names:
+            raise HttpError(400, f"lora_name {call.name!r} is the model's own name", param="lora_name")
+        if known is not None and not call.load_inplace:
+            raise HttpError(
+                400,
+                f"the adapter {call.name!r} is loaded already, from {known.lora_path!r}: unload it, or give "
+                "load_inplace: true to read it again",
+                param="lora_name",
+            )
+        number = next(self._adapter_numbers) if known is None else known.lora_int_id
+        request = LoRARequest(call.name, number, call.path, call.load_inplace)
+        try:
+            await self.engine.add_lora(request)
+        except RequestError as error:
+            raise HttpError(400, str(error), param="lora_path") from None
+        loaded = {each.lora_name: each for each in self.engine.loaded_adapters}
+        self.adapters[call.name] = loaded[call.name]
+        announce(f"the adapter {call.name!r} is loaded from {call.path!r}")
+
+    async def unload_adapter(self, call: UnloadAdapterCall) -> None:
+        """Forget an adapter. Requests that have begun keep it. Raises HttpError if it is not here."""
+        known = self.adapters.get(call.name)
+        if known is None or call.number not in (None, known.lora_int_id):
+            there = ", ".join(f"{each.lora_name!r}" for each in self.adapters.values()) or "none"
+            number = "" if call.number is None else f" with the number {call.number}"
+            raise HttpError(
+                404,
+                f"the adapter {shown(call.name)}{number} is not here; this server has {there}",
+                param="lora_name",
+                code="not_found",
+            )
+        del self.adapters[call.name]
+        await self.engine.remove_lora(known.lora_int_id)
+        announce(f"the adapter {call.name!r} is unloaded")
 
     def check_model(self, name: str | None, key: KeyUsage | None) -> None:
         """Raise HttpError if a request names another model, or a model that its key does not allow."""

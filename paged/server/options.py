@@ -64,6 +64,7 @@ _SWITCHES = (
     "page",
     "ignore_builtin_tools",
     "allow_model_changes",
+    "allow_runtime_lora_updating",
 )
 # What goes with several models alone.
 _OF_MODELS = ("memory", "keep_alive", "preload", "max_load_wait_s", "allow_model_changes")
@@ -102,6 +103,9 @@ class ServeOptions:
         as given to `paged serve`.
     lora_modules: a LoRA adapter as NAME=PATH, one of several; requests choose it by NAME as their model. It
         needs enable_lora.
+    allow_runtime_lora_updating: let the operator load and unload LoRA adapters while the server runs, by
+        /v1/load_lora_adapter and /v1/unload_lora_adapter. They read paths that the request names, and need
+        the admin key.
     max_request_bytes: maximum size of a request's body. The default is 16 MiB, or 64 MiB for a model that
         sees images.
     head_timeout_s: seconds in which the head of a request must arrive. They count from its first byte, or for
@@ -180,6 +184,7 @@ class ServeOptions:
     allowed_origins: Sequence[str] = ()
     served_model_name: Sequence[str] = ()
     lora_modules: Sequence[str] = ()
+    allow_runtime_lora_updating: bool = False
     max_request_bytes: int | None = None
     head_timeout_s: float = 30.0
     body_timeout_s: float = 30.0
@@ -245,6 +250,10 @@ class ServeOptions:
             check_int(ConfigError, "max_connections", self.max_connections, 1)
         self._check_keys()
         lora_modules_of(self.lora_modules)
+        if self.allow_runtime_lora_updating and self.admin_key is None:
+            raise ConfigError(
+                "allow_runtime_lora_updating needs admin_key, as its routes read paths that a request names"
+            )
         for host in self.allowed_hosts:
             if not (_HOST_NAME.fullmatch(host) or _is_address(host)):
                 raise ConfigError(
@@ -307,6 +316,7 @@ class ServeOptions:
         given = {
             "served_model_name": self.served_model_name,
             "lora_modules": self.lora_modules,
+            "allow_runtime_lora_updating": self.allow_runtime_lora_updating,
             "ray": self.ray is not None,
             "replicas": self.replicas > 1,
         }

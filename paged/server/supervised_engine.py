@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class SupervisedEngine:
         self._owner = owner
         self._launcher = launcher
         self._began_at = time.monotonic()
+        self._begun_with = start.adapters
         self.connection = EngineConnection(start, owner, launcher)
         self.is_up = False
         self.is_leaving = False
@@ -132,6 +133,7 @@ class SupervisedEngine:
         return self._begin()
 
     def _begin(self) -> EngineConnection:
+        self._begun_with = self._start.adapters
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 
@@ -179,6 +181,9 @@ class SupervisedEngine:
                 )
         self.is_up = True
         self._down_since = None
+        for adapter in self._start.adapters:  # those that were loaded since this process has begun
+            if adapter not in self._begun_with:
+                self.connection.load_again(adapter)
         if (weights := self._start.options.get("tenant_weights")) is not None:  # perhaps newer ones
             self.connection.tell(frames.Weigh(weights))
 
@@ -187,6 +192,10 @@ class SupervisedEngine:
         self._start.options["tenant_weights"] = dict(weights)
         if self.is_up:
             self.connection.tell(frames.Weigh(dict(weights)))
+
+    def set_adapters(self, adapters: Sequence[frames.Adapter]) -> None:
+        """Have later processes read these LoRA adapters, which the present one has read."""
+        self._start = msgspec.structs.replace(self._start, adapters=[*adapters])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -506,6 +506,42 @@ class Supervisor:
             raise
         self._dispatch()
 
+    # LoRA adapters
+
+    async def load_adapter(self, adapter: frames.Adapter) -> str:
+        """Have all engines read an adapter. Return its hash. Engines that are replaced read it later.
+
+        Raises RequestError if one cannot, and EngineDeadError if none is left.
+        """
+        while True:
+            self.check()
+            connections = [each.connection for each in self.replicas if each.is_up]
+            loads = (connection.load_adapter(adapter) for connection in connections)
+            found = await asyncio.gather(*loads, return_exceptions=True)
+            for each in found:
+                if isinstance(each, BaseException) and not isinstance(each, EngineDeadError):
+                    raise each
+            hashes = {each for each in found if isinstance(each, str)}
+            if len(hashes) > 1:
+                raise RequestError(
+                    f"adapter {adapter.name!r} cannot be used: its files were changed while they were read",
+                    param="lora_path",
+                )
+            if hashes:
+                return hashes.pop()
+            await asyncio.sleep(LEAVE_S)  # all are being replaced
+
+    def set_adapters(self, adapters: Sequence[frames.Adapter]) -> None:
+        """Have later processes of all engines read these adapters before they serve."""
+        for engine in (*self.replicas, *self._new):
+            engine.set_adapters(adapters)
+
+    def forget_adapter(self, content_hash: str) -> None:
+        """Have all engines free the memory of an adapter. Unfinished requests keep it."""
+        for engine in self.replicas:
+            if engine.is_up:
+                engine.connection.tell(frames.ForgetAdapter(content_hash))
+
     # Hangs and ends
 
     def look(self) -> None:

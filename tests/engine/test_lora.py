@@ -1,13 +1,16 @@
 """Requests with LoRA adapters: PEFT's tokens, and the same bits whatever runs beside them."""
 
+import asyncio
 import json
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
+from paged import AsyncLLMEngine, ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
 from tests.support.checkpoints import checkpoint, edit_json, new_engine, ragged_prompts
 from tests.support.lora_adapters import adapter, by_peft, request
 
@@ -250,6 +253,39 @@ def test_what_is_no_adapter_is_named(folder, tmp_path, engine):
     for wrong in ({"lora_name": ""}, {"lora_int_id": 0}, {"lora_int_id": True}, {"lora_path": None}):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             LoRARequest(**{"lora_name": "a", "lora_int_id": 1, "lora_path": "b", **wrong})
+
+
+def test_other_weights_under_a_name_share_no_block(folder, tmp_path):
+    """Memory holds one adapter. Its files change while another one is there."""
+    first, second = (adapter(folder, "llama", seed) for seed in (0, 1))
+    own = shutil.copytree(first, tmp_path / "own")
+    prompt = ragged_prompts([40])[0]
+    mine, other = LoRARequest("mine", 1, str(own)), request(second, 2)
+
+    async def begin():
+        async with AsyncLLMEngine.from_engine(new_engine(checkpoint("llama"), **options)) as engine:
+
+            async def cached(lora_request):
+                stream = engine.generate({"prompt_token_ids": prompt}, GREEDY, lora_request=lora_request)
+                (output,) = [output async for output in stream if output.finished]
+                return output.num_cached_tokens, list(output.outputs[0].token_ids)
+
+            assert await engine.add_lora(mine)
+            assert not await engine.add_lora(mine)
+            assert await cached(mine) == (0, by_peft("llama", first, prompt, 10))
+            assert (await cached(other))[0] == 0
+            shutil.rmtree(own)
+            shutil.copytree(second, own)
+            with pytest.raises(RequestError, match="has other weights than when it was loaded"):
+                await cached(mine)
+            assert await engine.add_lora(replace(mine, load_inplace=True))
+            # Its weights are those of the other one now, under another name, so their blocks are shared.
+            assert await cached(mine) == (32, by_peft("llama", second, prompt, 10))
+            assert await engine.list_loras() == {1, 2}
+            assert [await engine.remove_lora(1), await engine.remove_lora(1)] == [True, False]
+
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 1}
+    asyncio.run(begin())
 
 
 def test_ranks_and_targets_bound_what_fits(folder):

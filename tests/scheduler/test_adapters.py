@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from paged.requests.request import RequestStatus
+from paged.requests.request import SLOW_READER, RequestStatus
+from paged.scheduler.policies import Priority
 from tests.support.scheduler_cases import added, hash_token, new_request, new_scheduler, scheduled, updated
 
 
@@ -95,3 +96,53 @@ def test_others_pass_but_not_for_ever():
         added(scheduler, new_request(f"c{num_begun}", 3, 6, adapter=1), new_request(f"p{num_begun}", 3, 2))
         updated(scheduler, scheduled(scheduler))
     assert num_begun > 3, "others did pass"
+
+
+def test_higher_priority_gets_a_slot_of_lower_ones():
+    """Requests of lower priority hold the slots, and more of them come in each step."""
+    scheduler = new_scheduler(num_blocks=64, max_num_seqs=4, policy=Priority())
+    scheduler.have_adapters(2)
+    low = [new_request(f"a{i}", 3, 60, adapter=1 + i % 2, priority=2) for i in range(3)]
+    added(scheduler, *low)
+    updated(scheduler, scheduled(scheduler))
+    (high,) = added(scheduler, new_request("b", 3, 6, adapter=3, priority=1))
+    added(scheduler, *(new_request(f"c{i}", 3, 6, adapter=1, priority=2) for i in range(4)))
+    updated(scheduler, scheduled(scheduler))
+    assert high.status is RequestStatus.RUNNING
+    # The adapter of one user, which is the weaker one, gave its slot.
+    assert [r.status is RequestStatus.RUNNING for r in low] == [True, False, True]
+    # None is preempted for a request of the same priority, and none of lower priority passes it.
+    (equal,) = added(scheduler, new_request("d", 3, 6, adapter=4, priority=2))
+    (weak,) = added(scheduler, new_request("e", 3, 6, adapter=3, priority=9))
+    updated(scheduler, scheduled(scheduler))
+    assert [low[0].status, equal.status, weak.status] == [RequestStatus.RUNNING] + [RequestStatus.WAITING] * 2
+
+
+def test_slow_readers_give_their_slots():
+    """A request that is held computes nothing, and does not keep a slot from others for ever."""
+    now = [0.0]
+    scheduler = new_scheduler(num_blocks=64, held_for_s=5.0, clock=lambda: now[0])
+    scheduler.have_adapters(1)
+    (slow,) = added(scheduler, new_request("slow", 3, 60, adapter=1))
+    updated(scheduler, scheduled(scheduler))
+    scheduler.hold(slow, SLOW_READER)
+    (other,) = added(scheduler, new_request("other", 3, 6, adapter=2))
+    assert not scheduled(scheduler).requests
+    now[0] = 6.0
+    assert scheduled(scheduler).requests == [other]
+    assert slow.status is RequestStatus.WAITING
+
+
+def test_a_request_that_waits_for_a_slot_keeps_its_turn_in_its_call():
+    """Parts of a call begin in order, whether or not their adapter has a slot at first."""
+    scheduler = new_scheduler(num_blocks=64)
+    scheduler.have_adapters(1)
+    added(scheduler, new_request("a", 3, 4, adapter=1))
+    updated(scheduler, scheduled(scheduler))
+    parts = added(scheduler, *(new_request(f"p{i}", 3, 2, adapter=2, part_of="call") for i in range(3)))
+    begun = []
+    while scheduler.has_unfinished():
+        schedule = scheduled(scheduler)
+        begun += [r for r in schedule.newcomers if r in parts]
+        updated(scheduler, schedule)
+    assert begun == parts

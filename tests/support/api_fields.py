@@ -50,6 +50,8 @@ BODIES: dict[str, dict[str, Any]] = {
     EMBEDDINGS: {"input": "x"},
     SCORE: {"prompt": "x", "continuations": ["y", "z"]},
     "/tokenize": {"prompt": "x"},
+    "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "adapters/sql"},
+    "/v1/unload_lora_adapter": {"lora_name": "sql"},
     "/detokenize": {"tokens": [5]},
     "/completion": {"prompt": "x"},
     "/infill": {"input_prefix": "x"},

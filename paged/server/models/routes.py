@@ -387,6 +387,20 @@ class NoReplicasRoute:
         raise HttpError(400, f"replicas {shown(number)}: each of several models has one engine process")
 
 
+class NoAdaptersRoute:
+    """Refuses to load and unload LoRA adapters, which a server of one model has."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        pass
+
+    async def __call__(self, exchange: Exchange) -> None:
+        raise HttpError(
+            404,
+            f"{exchange.route} is not here: this server has several models, and adapters go with one",
+            code="not_here",
+        )
+
+
 class OfModelRoute:
     """Answers for a model that is loaded: ?model=NAME, else the one that was used last."""
 
@@ -435,6 +449,8 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.POST_LOAD: LoadRoute,
     endpoints.POST_UNLOAD: UnloadRoute,
     endpoints.POST_REPLICAS: NoReplicasRoute,
+    endpoints.POST_LOAD_ADAPTER: NoAdaptersRoute,
+    endpoints.POST_UNLOAD_ADAPTER: NoAdaptersRoute,
     endpoints.POST_RESET_PREFIX_CACHE: ManyResetRoute,
 }
 LOBBY_HANDLERS = dict(_handlers())

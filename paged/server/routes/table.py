@@ -9,6 +9,7 @@ from ...protocol import endpoints
 from ...protocol.endpoints import Endpoint
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
+from .adapters import LoadAdapterRoute, UnloadAdapterRoute
 from .admin import (
     DrainRoute,
     EndRoute,
@@ -63,6 +64,8 @@ _OF_BODIES: dict[Endpoint, Callable[[str, FrontEnd], Handler]] = {
     endpoints.POST_APPLY_TEMPLATE: TextRoute,
     endpoints.POST_GENERATE: ResultRoute,
     endpoints.POST_GENERATE_BATCH: ResultRoute,
+    endpoints.POST_LOAD_ADAPTER: LoadAdapterRoute,
+    endpoints.POST_UNLOAD_ADAPTER: UnloadAdapterRoute,
 }
 HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     **{endpoint: partial(handler, endpoint.path) for endpoint, handler in _OF_BODIES.items()},
