@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures.config import TensorNames
+from ..architectures.config import LAYERS, TensorNames
 from ..architectures.hf_config import check_file, read_json
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import check_number, shown
@@ -107,7 +107,8 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
             for each in (low, high):
                 digest.update(each.numpy().tobytes())
             digest.update(own_name.encode())
-            parts[own_name] = LoraPart(low, high * config.scale_of(module))
+            high = _with_factors(high * config.scale_of(module), own_name, names)
+            parts[own_name] = LoraPart(low, high)
     if not parts:
         raise CheckpointError(f"{path}: has no tensors, so the adapter would change nothing")
     return LoraAdapter(directory, parts, digest.digest())
@@ -236,6 +237,15 @@ def _read(tensor: StoredTensor) -> Tensor:
     if not torch.isfinite(values).all():
         raise CheckpointError(f"{tensor.path}: {tensor.name} has numbers that are not finite")
     return values
+
+
+def _with_factors(b: Tensor, own_name: str, names: TensorNames) -> Tensor:
+    """Multiply the rows of B by the factors by which the rows of the weight are multiplied."""
+    module = own_name.removeprefix(LAYERS).partition(".")[2]
+    runs = dict(names.factors).get(f"{module}.weight", ())
+    if sum(count for count, _ in runs) != len(b):  # no factors, or a wrong shape, which is found later
+        return b
+    return b * torch.cat([torch.full((count, 1), factor) for count, factor in runs])
 
 
 def _check_shapes(a: StoredTensor, b: StoredTensor, rank: int) -> None:

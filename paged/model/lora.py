@@ -181,14 +181,18 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 
 
 def adaptable(model: Decoder) -> Iterator[Linear]:
-    """Yield the linear layers that adapters may change: of attention, MLPs and per-layer embeddings."""
+    """Yield the linear layers that adapters may change.
+
+    These are of attention, of recurrent layers, of MLPs and of per-layer embeddings.
+    """
     if model.inputs is not None:
         yield model.inputs.per_layer_model_projection
     for layer in model.layers:
         if layer.input is not None:
             yield from (layer.input.per_layer_input_gate, layer.input.per_layer_projection)
-        if isinstance(layer.mixer, Attention):
-            yield from (layer.mixer.qkv, layer.mixer.output)
+        for mixer in (layer.mixer, layer.state_heads):
+            if mixer is not None:
+                yield from (mixer.qkv if isinstance(mixer, Attention) else mixer.inputs, mixer.output)
         if isinstance(layer.mlp, MLP):
             yield from (layer.mlp.gate_up, layer.mlp.down)
         elif isinstance(layer.mlp, PlainMLP):

@@ -91,11 +91,6 @@ class PartRunner:
             from .draft_model import with_draft
 
             sizes = with_draft(sizes, self.device, draft)
-        if config.enable_lora and model_config.states:
-            raise ConfigError(
-                f"enable_lora=True is not supported for {model_config.architecture}, whose layers keep "
-                "states; merge the adapter into its model"
-            )
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)

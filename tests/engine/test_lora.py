@@ -15,7 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 FAMILIES = (
     "llama", "llama-tied-bias", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "granite", "olmo2",
     "gemma2", "gemma3", "gemma4", "gemma4-keys-as-values", "smollm3", "glm4", "gpt2", "gpt_neox",
-    "qwen3_moe", "gpt_oss",
+    "qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid-dense", "falcon_h1",
 )  # fmt: skip
 
 
@@ -281,5 +281,3 @@ def test_options_without_adapters_are_refused(folder):
     ):
         with pytest.raises(ConfigError, match=message):
             new_engine(checkpoint("llama"), **wrong)
-    with pytest.raises(ConfigError, match="layers keep states"):
-        new_engine(checkpoint("lfm2"), enable_lora=True)
