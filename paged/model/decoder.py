@@ -96,8 +96,7 @@ class DecoderLayer(Loadable):
         hidden = add_and_norm(hidden, residual, self.before_attention)
         if self.state_heads is not None:
             made = self.state_heads.project(hidden, rows, batch, kv_cache)
-            heads = self.state_heads.attend(made, batch.queries, kv_cache, rows.adapters)
-            self.kernels.add(heads, residual)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache, rows.adapters), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(

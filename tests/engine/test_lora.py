@@ -45,11 +45,11 @@ def test_tokens_are_those_of_peft(model, folder):
     assert run(engine, prompts, requests) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_do_not_depend_on_other_adapters(dtype, folder):
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("qwen3_5", "float32")])
+def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
     """Chunked, preempted both ways, over a prefix cache, with more adapters than slots, drafted, sampled."""
     generator = random.Random(dtype)
-    paths = [adapter(folder, "qwen3", seed) for seed in range(4)]
+    paths = [adapter(folder, model, seed) for seed in range(4)]
     common = ragged_prompts([40], seed=7)[0]
     prompts = [
         (common[: generator.choice([0, 16, 40])] + own)[: generator.randint(2, 60)] or own
@@ -65,7 +65,7 @@ def test_bits_do_not_depend_on_other_adapters(dtype, folder):
         for i in range(len(prompts))
     ]
     options = {"enable_lora": True, "max_lora_rank": 8, "dtype": dtype}
-    alone = new_engine(checkpoint("qwen3"), **options, enable_prefix_caching=False, max_num_seqs=1)
+    alone = new_engine(checkpoint(model), **options, enable_prefix_caching=False, max_num_seqs=1)
 
     def results(engine, **given):
         outputs = engine.generate(ids(prompts), params, lora_request=requests, use_tqdm=False, **given)
@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_other_adapters(dtype, folder):
         {"max_loras": 4, "num_blocks": 24, "block_size": 8, "swap_space": 0.01, "preemption_mode": "swap"},
         {"max_loras": 3, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ):
-        engine = new_engine(checkpoint("qwen3"), **options, **own)
+        engine = new_engine(checkpoint(model), **options, **own)
         assert results(engine) == expected
         engine.scheduler.check()
         assert not engine.scheduler.has_unfinished()
