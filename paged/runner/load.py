@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
     from ..kernels.operations import Kernels
     from ..model.model import Model
+    from ..model.part import ModelPart
     from ..model.weights.kv_scales import FoundScales
 
 logger = logging.getLogger(__name__)
@@ -307,9 +308,9 @@ def open_model(
             has_coded_linear=kernels.has_coded_linear,
             num_shards=sizes.shard.count,
         )
-        with torch.device("meta"), _ParametersOf(dtype):
-            whole = Decoder(model_config, kernels)
-            model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
+        whole = model = on_meta(model_config, kernels, sizes)
+        if sizes.part is not None:
+            model = on_meta(model_config, kernels, sizes, sizes.part)
         if config.enable_lora:
             from ..model.lora import leave_gates_apart
 
@@ -323,6 +324,14 @@ def open_model(
         if model_config.vision is not None and config.quantization is not None:
             loader = replace(loader, float_forms=_float_forms(sizes, kernels, device))
         yield model, loader
+
+
+def on_meta(
+    model_config: ModelConfig, kernels: Kernels, sizes: Sizes, part: ModelPart | None = None
+) -> Decoder:
+    """Return a model, by default the whole one, without memory for its parameters."""
+    with torch.device("meta"), _ParametersOf(getattr(torch, sizes.dtype)):
+        return Decoder(model_config, kernels, part)
 
 
 def _float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:

@@ -20,7 +20,7 @@ from ..device.threads import set_threads
 from ..device.transfers import NUM_BUFFERS, Sent, Transfers, Upload
 from ..model.part import ModelPart
 from ..options.config import EngineConfig
-from .load import load_model, new_kernels
+from .load import load_model, new_kernels, on_meta
 from .memory import Memory, new_kv_cache
 from .passes import new_batches, new_graphs
 from .plan import ComputedPart
@@ -108,7 +108,7 @@ class PartRunner:
         self.lora: LoraSlots | None = None
         self.adapters: dict[int, LoraAdapter] = {}  # in host memory, by number
         if config.enable_lora:
-            self.lora = new_lora_slots(config, self.model, self.device)
+            self.lora = new_lora_slots(self.sizes, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
@@ -200,7 +200,7 @@ class PartRunner:
         """Copy adapters into the slots that a step reads."""
         for adapter, slot in plan.adapter_loads:
             assert self.lora is not None, "only an engine with slots has adapters"
-            self.lora.set(slot, self.adapters[adapter])
+            self.lora.set(slot, self.adapters[adapter].parts)
 
     def send_state_moves(self, plan: ComputedPart, upload: Upload) -> StateChanges | None:
         """Add a step's moves of recurrent states to the upload, for `_move_states`; None without any."""
@@ -246,18 +246,21 @@ class PartRunner:
             write_state(self.kv_cache.states, self.sizes, slot, contents)
 
 
-def new_lora_slots(config: EngineConfig, model: Model, device: torch.device) -> LoraSlots:
+def new_lora_slots(sizes: Sizes, model: Model, device: torch.device) -> LoraSlots:
     """Return the slots of adapters in a model. Raises ConfigError where it can have none."""
     from ..model.decoder import Decoder
     from ..model.lora import LoraSlots
 
     assert isinstance(model, Decoder), "adapters are for decoders"
+    config = sizes.config
+    whole = None if sizes.part is None else on_meta(model.config, model.kernels, sizes)
     return LoraSlots(
         model,
         num_slots=config.max_loras,
         max_rank=config.max_lora_rank,
         targets=config.lora_target_modules,
         device=device,
+        whole=whole,
     )
 
 
