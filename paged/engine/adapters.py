@@ -6,14 +6,12 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..architectures.config import TensorNames
+from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, RequestError
 from ..base.validation import shown
-from ..checkpoints.lora_adapter import LoraAdapter, read_lora_adapter
-from ..checkpoints.model_directory import resolve
+from ..checkpoints.lora_adapter import LoraAdapter, read_adapter
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
 
@@ -32,6 +30,7 @@ class _Known:
 class Adapters:
     """The adapters of an engine.
 
+    model: its config, with the names that tensors have in transformers' checkpoints.
     memory: the adapters in host memory, by number; the runner copies them into slots.
     in_use: returns the numbers of unfinished requests' adapters.
     most: how many adapters stay in memory, beside those in use.
@@ -41,13 +40,13 @@ class Adapters:
         self,
         slots: LoraSlots,
         memory: dict[int, LoraAdapter],
-        names: TensorNames,
+        model: ModelConfig,
         most: int,
         in_use: Callable[[], Collection[int]],
     ) -> None:
         self._slots = slots
         self._memory = memory
-        self._names = names
+        self._model = model
         self._most = most
         self._in_use = in_use
         self._by_name: dict[str, _Known] = {}
@@ -101,7 +100,7 @@ class Adapters:
 
     def _load(self, request: LoRARequest) -> _Known:
         try:
-            adapter = read_lora_adapter(Path(resolve(request.lora_path)), self._names)
+            adapter = read_adapter(request.lora_path, self._model)
             self._slots.check(adapter)
         except CheckpointError as error:
             raise RequestError(
