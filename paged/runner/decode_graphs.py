@@ -45,12 +45,14 @@ class _Key(NamedTuple):
 
     num_tokens: as many as num_rows, or as many as rows that all have the longest run of drafts.
     is_short: whether no context is split, so that nothing is merged.
+    has_adapters: whether a token has a LoRA adapter, so that what adapters add is computed.
     """
 
     num_rows: int
     num_tokens: int
     is_short: bool
     way: Way
+    has_adapters: bool
 
 
 class DecodeGraph(NamedTuple):
@@ -143,8 +145,9 @@ class DecodeGraphs:
         """
         self.forget()
         self._kv_cache = kv_cache
-        kinds = product(reversed(self.sizes), self._lengths, CAPTURED_AT_START)
-        keys = [_Key(num_rows, num_rows, is_short, way) for num_rows, is_short, way in kinds]
+        adapters = self._batches.has_adapters
+        kinds = product(reversed(self.sizes), self._lengths, CAPTURED_AT_START, adapters)
+        keys = [_Key(num_rows, num_rows, *others) for num_rows, *others in kinds]
 
         def capture() -> None:
             for key in keys:
@@ -212,7 +215,8 @@ class DecodeGraphs:
             return None
         out = step.out
         way = way_of(draw)
-        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way)
+        shape = len(out.seq_lens), out.by_token.shape[1]
+        graph = self.find(*shape, step.max_seq_len, way, has_adapters=step.adapters is not None)
         if graph is None:
             return None
         self._batches.unpack(step)
@@ -223,14 +227,22 @@ class DecodeGraphs:
         logits = None if graph.logits is None else graph.logits[:num_tokens]
         return Replayed(graph.tokens[:num_tokens], graph.highest[:num_tokens], logits)
 
-    def find(self, num_rows: int, num_tokens: int, max_seq_len: int | None, way: Way) -> DecodeGraph | None:
+    def find(
+        self,
+        num_rows: int,
+        num_tokens: int,
+        max_seq_len: int | None,
+        way: Way,
+        *,
+        has_adapters: bool = False,
+    ) -> DecodeGraph | None:
         """Return the graph for a padded step; None if the step must run without one.
 
         The graph may be captured by this call. Call this before the step is unpacked.
 
         num_rows, num_tokens: of the padded step. max_seq_len: None if attention may split a context.
         """
-        key = _Key(num_rows, num_tokens, max_seq_len is not None, way)
+        key = _Key(num_rows, num_tokens, max_seq_len is not None, way, has_adapters)
         if key in self._graphs:
             return self._graphs[key]
         graph = self._late.pop(key) if key in self._late else self._capture_late(key)
@@ -270,7 +282,8 @@ class DecodeGraphs:
         kernels = model.kernels
         batches = self._batches
         num_tokens = key.num_tokens
-        batch = batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
+        kind = {"is_short": key.is_short, "has_adapters": key.has_adapters}
+        batch = batches.padded_batch(key.num_rows, num_tokens, **kind)
         logits = self._logits_of(model.forward(batch, self._kv_cache))
         if key.way == "logits":
             assert self._logits is not None, "there is memory for logits"

@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
-from tests.support.checkpoints import checkpoint, edit_json, new_engine, ragged_prompts
-from tests.support.lora_adapters import adapter, by_peft, request
+from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
+from tests.support.gguf_adapters import write_adapter
+from tests.support.gguf_models import write_model
+from tests.support.lora_adapters import adapter, adapter_of, by_peft, drawn_config, request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 FAMILIES = (
@@ -89,6 +91,55 @@ def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
         assert not engine.scheduler.has_unfinished()
 
 
+def test_models_and_adapters_are_in_safetensors_or_gguf(folder, tmp_path):
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    path = adapter_of("llama", folder / "either", config)
+    file = write_adapter(tmp_path / "adapter.gguf", "llama", path, 6.0)
+    model = write_model(tmp_path / "model.gguf", random_model(CONFIGS["llama"]()))
+    prompts = ragged_prompts([9, 4])
+    expected = [by_peft("llama", path, prompt, 10) for prompt in prompts]
+    requests = [request(path, 1), request(file, 2)]
+    for base in (checkpoint("llama"), model):
+        engine = new_engine(base, enable_lora=True, max_loras=2, max_lora_rank=8)
+        assert run(engine, prompts, requests) == expected
+
+
+# Forms of weights that nothing is merged into, and drafts, which a model makes without an adapter.
+FORMS = {
+    "int8": {"quantization": "int8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4", "dtype": "float32"},
+    "draft": {},  # the model itself
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_weights_and_drafts_change_nothing(name, folder):
+    """A batch of two adapters and none has the bits of each request alone, without drafts."""
+    model = "demo" if name == "int4" else "llama"  # tiny ones have no whole groups
+    own = {**FORMS[name], "enable_lora": True, "max_lora_rank": 8}
+    if name == "draft":
+        own["speculative_config"] = {"model": str(checkpoint(model)), "num_speculative_tokens": 3}
+    paths = [adapter_of(model, folder / f"{model}-{seed}", OF_FORMS, seed, 0.2) for seed in (0, 1)]
+    requests = [None, *(request(path, number) for number, path in enumerate(paths, 1))]
+    prompts = [[*range(20, 30), *range(20, 28)]] * 3
+    together = new_engine(checkpoint_of(model), **own, max_loras=2)
+    found = [run(together, prompts, requests) for _ in range(2)]  # suffixes of outputs are known by then
+    alone = new_engine(checkpoint_of(model), **{**own, "speculative_config": None}, max_num_seqs=1)
+    expected = run(alone, prompts, requests)
+    assert found == [expected, expected]
+    assert len({tuple(each) for each in expected}) == 3
+    if "speculative_config" in own:
+        assert together.stats().num_drafts > 0
+
+
+OF_FORMS = {"r": 4, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
+
+
+def checkpoint_of(model):
+    return model if model == "demo" else checkpoint(model)
+
+
 def test_an_adapter_of_zeros_changes_no_bit(folder):
     path = adapter(folder, "llama", 2, scale=0.0)
     engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, dtype="bfloat16")
@@ -105,7 +156,10 @@ def test_an_adapter_of_zeros_changes_no_bit(folder):
 def test_blocks_are_shared_within_an_adapter_alone(folder):
     engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, max_cpu_loras=8)
     prompt = ragged_prompts([40])
-    first, second = (request(adapter(folder, "llama", seed), seed + 1) for seed in (0, 1))
+    # They differ in their numbers alone.
+    config = drawn_config("llama", 0)
+    paths = [adapter_of("llama", folder / f"same-config-{seed}", config, seed) for seed in (0, 1)]
+    first, second = (request(path, number) for number, path in enumerate(paths, 1))
 
     def cached(own):
         return engine.generate(ids(prompt), GREEDY, lora_request=own, use_tqdm=False)[0].num_cached_tokens

@@ -15,6 +15,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from paged import LoRARequest
+from paged.checkpoints.model_directory import resolve
 from tests.support.checkpoints import HYBRIDS, checkpoint
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -54,7 +55,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _base(model: str | Path) -> Any:
-    path = checkpoint(model) if isinstance(model, str) else model
+    path = resolve(model) if model == "demo" else checkpoint(model) if isinstance(model, str) else model
     model_class = transformers.AutoModelForCausalLM
     return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 

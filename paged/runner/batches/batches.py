@@ -37,6 +37,9 @@ class Batches(Protocol[Step]):
         """Store a step's drawn tokens, i64[num_logits], for the next step to read."""
 
 
+NO_ADAPTER = -1  # the slot of a token without an adapter
+
+
 class StepAdapters(NamedTuple):
     """The slots of adapters in a step, i32: of its tokens, and of its output rows."""
 
@@ -48,11 +51,15 @@ class StepAdapters(NamedTuple):
         return self.by_token.tensor, self.by_output.tensor
 
 
-def put_adapters(plan: ComputedPart, upload: Upload) -> StepAdapters:
-    """Add the slots of the adapters in a step to the upload."""
+def put_adapters(plan: ComputedPart, upload: Upload, num_tokens: int = 0) -> StepAdapters:
+    """Add the slots of the adapters in a step to the upload.
+
+    num_tokens: how many tokens the step is padded to, if it is. Tokens that pad it have no adapter.
+    """
     by_token: list[int] = []
     for slot, count in zip(plan.adapters, plan.counts, strict=True):
         by_token += [slot] * count
+    by_token += [NO_ADAPTER] * (num_tokens - len(by_token))
     by_output = [plan.adapters[row] for row in plan.sampled]
     for run in plan.asked:
         by_output += [plan.adapters[run.row]] * (run.end - run.start)
