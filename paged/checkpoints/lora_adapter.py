@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: a directory with adapter_config.json and adapter_model.safetensors."""
+"""LoRA adapters. In PEFT's format, a directory has adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures.config import TensorNames
+from ..architectures.config import LAYERS, ModelConfig, TensorNames
+from ..architectures.gguf_paths import is_gguf
 from ..architectures.hf_config import check_file, read_json
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import check_number, shown
+from .model_directory import resolve
 from .safetensors_file import SafetensorsFile
 from .stored import FLOATS, StoredTensor
 
@@ -27,13 +29,13 @@ _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 # Keys of adapter_config.json that say how an adapter was trained, or what its tensors say themselves.
-_NEUTRAL = frozenset(
+NEUTRAL = frozenset(
     ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
      "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform",
      "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config", "runtime_config",
      "qalora_group_size", "ensure_weight_tying")
 )  # fmt: skip
-_READ = frozenset(
+READ = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias",
      "init_lora_weights")
 )  # fmt: skip
@@ -79,6 +81,21 @@ class LoraAdapter:
         return sum(each.nbytes for part in self.parts.values() for each in part)
 
 
+def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:
+    """Read an adapter: a directory in PEFT's format, a GGUF file, or a hub id.
+
+    model: the config of its model, with the names that tensors have in transformers' checkpoints.
+
+    Raises CheckpointError, which names file and tensor or key.
+    """
+    if is_gguf(name) and (path := Path(name).expanduser()).exists():
+        from .gguf.adapter import read_gguf_adapter
+
+        check_file(path, MAX_ADAPTER_BYTES)
+        return read_gguf_adapter(path, model)
+    return read_lora_adapter(Path(resolve(name)), model.tensor_names)
+
+
 def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
     """Read an adapter. names: those of its model's tensors.
 
@@ -95,22 +112,48 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
     check_file(path, MAX_ADAPTER_BYTES)
-    digest = sha256((directory / CONFIG).read_bytes())
-    parts = {}
+    reader = AdapterReader(path, names, (directory / CONFIG).read_bytes())
     with SafetensorsFile(path) as file:
         for module, a, b in _pairs(file.tensors):
-            own_name = _name_in_decoder(a, module, names)
-            low, high = _read(a), _read(b)
-            _check_shapes(a, b, config.rank_of(module))
-            if own_name in parts:
-                raise CheckpointError(f"{path}: {module} is there twice, under two names")
-            for each in (low, high):
-                digest.update(each.numpy().tobytes())
-            digest.update(own_name.encode())
-            parts[own_name] = LoraPart(low, high * config.scale_of(module))
-    if not parts:
-        raise CheckpointError(f"{path}: has no tensors, so the adapter would change nothing")
-    return LoraAdapter(directory, parts, digest.digest())
+            reader.add(module, a, b, config.rank_of(module), config.scale_of(module))
+    return reader.adapter()
+
+
+class AdapterReader:
+    """Reads the matrices of an adapter, and makes the adapter of them.
+
+    path: the file.
+    names: those of the tensors of its model.
+    config: what the adapter's digest begins with: all that its file says beside the matrices.
+    """
+
+    def __init__(self, path: Path, names: TensorNames, config: bytes) -> None:
+        self._path = path
+        self._names = names
+        self._parts: dict[str, LoraPart] = {}
+        self._digest = sha256(config)
+
+    def add(self, module: str, a: StoredTensor, b: StoredTensor, rank: int, scale: float) -> None:
+        """Read the matrices of a module, by its name in a checkpoint of the model.
+
+        Raises CheckpointError if they are not of this rank, or of a module that the model does not have.
+        """
+        own_name = _name_in_decoder(a, module, self._names)
+        low, high = _read(a), _read(b)
+        _check_shapes(a, b, rank)
+        if own_name in self._parts:
+            raise CheckpointError(f"{self._path}: {module} is there twice, under two names")
+        for each in (low, high):
+            self._digest.update(each.numpy().tobytes())
+        self._digest.update(own_name.encode())
+        high = _with_factors(high * scale, own_name, self._names)
+        self._parts[own_name] = LoraPart(low, high)
+
+    def adapter(self) -> LoraAdapter:
+        """Return the adapter. Raises CheckpointError if it has no matrix."""
+        if not self._parts:
+            raise CheckpointError(f"{self._path}: has no tensors, so the adapter would change nothing")
+        return LoraAdapter(self._path.parent, self._parts, self._digest.digest())
 
 
 class _Config(NamedTuple):
@@ -156,7 +199,7 @@ def _read_config(directory: Path) -> _Config:
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type {shown(kind)} is not supported; supported is 'LORA'")
     for key, value in config.items():
-        if key not in _NEUTRAL and key not in _READ and value not in (None, False, [], {}):
+        if key not in NEUTRAL and key not in READ and value not in (None, False, [], {}):
             why = f": {_WHY[key]}" if key in _WHY else ""
             raise CheckpointError(f"{path}: {key} {shown(value)} is not supported{why}")
     if (bias := config.get("bias", "none")) != "none":
@@ -236,6 +279,15 @@ def _read(tensor: StoredTensor) -> Tensor:
     if not torch.isfinite(values).all():
         raise CheckpointError(f"{tensor.path}: {tensor.name} has numbers that are not finite")
     return values
+
+
+def _with_factors(b: Tensor, own_name: str, names: TensorNames) -> Tensor:
+    """Multiply the rows of B by the factors by which the rows of the weight are multiplied."""
+    module = own_name.removeprefix(LAYERS).partition(".")[2]
+    runs = dict(names.factors).get(f"{module}.weight", ())
+    if sum(count for count, _ in runs) != len(b):  # no factors, or a wrong shape, which is found later
+        return b
+    return b * torch.cat([torch.full((count, 1), factor) for count, factor in runs])
 
 
 def _check_shapes(a: StoredTensor, b: StoredTensor, rank: int) -> None:

@@ -6,13 +6,11 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..architectures.config import TensorNames
+from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, RequestError
-from ..checkpoints.lora_adapter import LoraAdapter, read_lora_adapter
-from ..checkpoints.model_directory import resolve
+from ..checkpoints.lora_adapter import LoraAdapter, read_adapter
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
 from .loaded_adapters import LoadedAdapters
@@ -29,6 +27,7 @@ class ReadAdapter:
 class Adapters:
     """The LoRA adapters that an engine knows.
 
+    model: its config, with the names that tensors have in transformers' checkpoints.
     memory: the adapters in host memory, by number; the runner copies them into slots. A number stands for a
         content, under whatever names.
     most: how many adapters stay in memory, beside those in use. The longest unused leave first, and are read
@@ -42,13 +41,13 @@ class Adapters:
         self,
         slots: LoraSlots,
         memory: dict[int, LoraAdapter],
-        names: TensorNames,
+        model: ModelConfig,
         most: int,
         in_use: Callable[[], Collection[int]],
     ) -> None:
         self._slots = slots
         self._memory = memory
-        self._names = names
+        self._model = model
         self.most = most
         self._in_use = in_use
         self.loaded = LoadedAdapters()
@@ -128,7 +127,7 @@ class Adapters:
     def _read(self, request: LoRARequest, wanted: str | None) -> LoraAdapter:
         """Read an adapter, whose content must have the hash `wanted` unless that is None."""
         try:
-            adapter = read_lora_adapter(Path(resolve(request.lora_path)), self._names)
+            adapter = read_adapter(request.lora_path, self._model)
             self._slots.check(adapter)
         except CheckpointError as error:
             raise RequestError(

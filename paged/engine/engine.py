@@ -180,6 +180,7 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     def _new_adapters(self, slots: LoraSlots) -> Adapters:
         """Return the adapters of an engine with slots for them."""
+        from ..architectures.hf_config import with_names_of_transformers
         from .adapters import Adapters
 
         config = self.config
@@ -191,7 +192,8 @@ class LLMEngine(metaclass=ExplainsMissing):
             return {r.inputs.adapter for r in (*made, *scheduler.running, *scheduler.waiting())}
 
         most = config.max_cpu_loras or config.max_loras
-        return Adapters(slots, self.runner.adapters, self.model_config.tensor_names, most, in_use)
+        named = with_names_of_transformers(self.model_config, self.directory)
+        return Adapters(slots, self.runner.adapters, named, most, in_use)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:

@@ -96,7 +96,7 @@ class DecoderLayer(Loadable):
         hidden = add_and_norm(hidden, residual, self.before_attention)
         if self.state_heads is not None:
             made = self.state_heads.project(hidden, rows, batch, kv_cache)
-            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache), residual)
+            self.kernels.add(self.state_heads.attend(made, batch.queries, kv_cache, rows.adapters), residual)
         return self.mixer.project(hidden, rows, batch, kv_cache)
 
     def attend(
@@ -126,9 +126,6 @@ class DecoderLayer(Loadable):
 
     def _attend(self, query: Tensor, rows: TokenRows, queries: Queries, kv_cache: KVCache) -> Tensor:
         assert self.mixer is not None, "the layer has attention or a state"
-        if rows.adapters is None:
-            return self.mixer.attend(query, queries, kv_cache)
-        assert isinstance(self.mixer, Attention), "models whose layers keep states take no adapters"
         return self.mixer.attend(query, queries, kv_cache, rows.adapters)
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..architectures.config import TensorNames
 from ..base.errors import CheckpointError, ConfigError
-from ..checkpoints.lora_adapter import LoraAdapter
+from ..checkpoints.lora_adapter import LoraAdapter, LoraPart
 from ..checkpoints.stored import StoredRows
 from ..kernels.operations import Kernels
 from .decoder import Decoder
@@ -50,8 +50,6 @@ class LoraLayer:
     ) -> None:
         num_parts = len(linear.stored.parts)
         self.places = places
-        self.num_rows = dict(linear.stored.parts)
-        self.in_features = linear.in_features
         self.a = torch.zeros(num_slots, num_parts, max_rank, linear.in_features, dtype=dtype, device=device)
         self.b = torch.zeros(num_slots, max_rank, linear.stored.num_rows, dtype=dtype, device=device)
         self.ranks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)
@@ -67,10 +65,10 @@ class LoraLayer:
         """Add the product of x and the adapters in these slots, i32[num_tokens], to the output."""
         self._kernels.add_lora(x, out, self.a, self.b, self.ranks, self.columns, slots)
 
-    def set(self, slot: int, adapter: LoraAdapter) -> None:
+    def set(self, slot: int, adapter: Mapping[str, LoraPart]) -> None:
         """Write an adapter into a slot. It replaces the adapter that was there."""
         for name, places in self.places.items():
-            part = adapter.parts.get(name)
+            part = adapter.get(name)
             self.ranks[slot, places[0].part] = 0 if part is None else len(part.a)
             if part is None:
                 continue
@@ -84,7 +82,9 @@ class LoraSlots:
     """The adapter slots of a model.
 
     targets: suffixes of the names of the matrices to adapt, such as "q_proj"; None adapts all.
-    names: the tensor names of the checkpoint, for messages.
+    whole: the model that `model` is a part of, which may be on the meta device; None if `model` is whole.
+    shapes: the shape [rows, columns] of each matrix of the whole model that can be adapted, by its name in
+        the decoder.
 
     Raises ConfigError if no matrix has such a name.
     """
@@ -97,7 +97,11 @@ class LoraSlots:
         max_rank: int,
         targets: Collection[str] | None,
         device: torch.device,
+        whole: Decoder | None = None,
     ) -> None:
+        self.shapes = shapes_of(model if whole is None else whole, targets)
+        if not self.shapes:
+            raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
         self.max_rank = max_rank
         self._names = model.config.tensor_names
         self._layers: list[LoraLayer] = []
@@ -105,21 +109,15 @@ class LoraSlots:
             layer = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
             linear.lora = layer
             self._layers.append(layer)
-        if not self._layers:
-            raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
-        self._in = {name: layer for layer in self._layers for name in layer.places}
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raise CheckpointError if an adapter does not fit the model or its slots."""
         check_adapter(adapter, self.shapes, self.max_rank, self._names)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """The shape [rows, columns] of each matrix that can be adapted, by its name in the decoder."""
-        return {name: (layer.num_rows[name], layer.in_features) for name, layer in self._in.items()}
-
-    def set(self, slot: int, adapter: LoraAdapter) -> None:
-        """Write an adapter into a slot. It replaces the adapter that was there."""
+    def set(self, slot: int, adapter: Mapping[str, LoraPart]) -> None:
+        """Write an adapter into a slot. It replaces the adapter that was there. Parts of other layers are
+        left out.
+        """
         for layer in self._layers:
             layer.set(slot, adapter)
 
@@ -172,6 +170,15 @@ def targets_of(
             yield linear, places
 
 
+def shapes_of(model: Decoder, targets: Collection[str] | None) -> dict[str, tuple[int, int]]:
+    """Return the rows and columns of each matrix that may be adapted, by its name in the decoder."""
+    return {
+        name: (linear.stored.parts[name], linear.in_features)
+        for linear, places in targets_of(model, targets)
+        for name in places
+    }
+
+
 def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -> int:
     """Return the size of one slot in all layers of a model, in bytes. The model may be on the meta device."""
     numbers = 0
@@ -181,14 +188,18 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 
 
 def adaptable(model: Decoder) -> Iterator[Linear]:
-    """Yield the linear layers that adapters can change: those of attention, MLPs and per-layer embeddings."""
+    """Yield the linear layers that adapters can change.
+
+    These belong to attention, layers with states, MLPs and per-layer embeddings.
+    """
     if model.inputs is not None:
         yield model.inputs.per_layer_model_projection
     for layer in model.layers:
         if layer.input is not None:
             yield from (layer.input.per_layer_input_gate, layer.input.per_layer_projection)
-        if isinstance(layer.mixer, Attention):
-            yield from (layer.mixer.qkv, layer.mixer.output)
+        for mixer in (layer.mixer, layer.state_heads):
+            if mixer is not None:
+                yield from (mixer.qkv if isinstance(mixer, Attention) else mixer.inputs, mixer.output)
         if isinstance(layer.mlp, MLP):
             yield from (layer.mlp.gate_up, layer.mlp.down)
         elif isinstance(layer.mlp, PlainMLP):

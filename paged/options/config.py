@@ -333,11 +333,6 @@ class EngineConfig:
                     raise ConfigError(
                         f"{name} {shown(value)} has no effect without enable_lora=True; give both or none"
                     )
-        elif self.num_ranks > 1:
-            raise ConfigError(
-                f"enable_lora=True is for a model in one process, and this one has {self.num_ranks}; "
-                "merge the adapter into its model, or take one process"
-            )
 
     def _check_ranks(self) -> None:
         """Check what of the options about several processes can be checked without the model."""

@@ -21,7 +21,7 @@ from ..runner.fit import RunStep
 from ..runner.model_runner import ModelRunner
 from ..runner.part_runner import Peers
 from ..runner.passes import compute
-from ..runner.plan import StepPlan
+from ..runner.plan import ComputedPart, StepPlan
 from ..sampling.seats import DraftRow, SamplingSeat
 from ..scheduler.schedule import StepOutput
 from .layout import RankLayout
@@ -115,6 +115,8 @@ class DriverRunner(ModelRunner):
         """Send a step to all ranks."""
         # The seats are those of now: the next plan may change them.
         rows = self.rows_of(plan)
+        if plan.computed.adapter_loads:
+            self._send_adapters(plan.computed)
         self._transport.send_message(self._writer.step(plan.computed))
         if self._supervision is not None:
             self._supervision.on_step(self._writer.number)
@@ -122,6 +124,23 @@ class DriverRunner(ModelRunner):
         self._stage.expect(step.number, sum(plan.computed.counts))
         self._launched.append(step)
         return step
+
+    def _send_adapters(self, plan: ComputedPart) -> None:
+        """Copy adapters into slots of all ranks, behind the steps in flight."""
+        from .adapters import names_in, packed
+
+        self.compute_until()
+        for adapter, slot in plan.adapter_loads:
+            parts = self.adapters[adapter].parts
+            ranks = {name: len(part.a) for name, part in parts.items()}
+            self._transport.send_message(self._writer.load_adapter(slot, ranks))
+            for rank in range(1, self.layout.num_ranks):
+                if names := names_in(self._part_of(rank), ranks):
+                    self._transport.send(packed(parts, names, self.dtype), rank)
+        super().load_adapters(plan)
+
+    def load_adapters(self, plan: ComputedPart) -> None:
+        """Do nothing: `launch` has loaded them, before the step could outlive an adapter in memory."""
 
     def compute_until(self, last: RankedStep | None = None) -> None:
         """Compute this rank's part of all launched steps, or of the steps up to `last`."""

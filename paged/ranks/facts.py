@@ -59,6 +59,8 @@ def plain_options(config: EngineConfig) -> dict[str, Any]:
         options["tenant_weights"] = dict(config.tenant_weights)
     if config.pipeline_layers is not None:
         options["pipeline_layers"] = [*config.pipeline_layers]
+    if config.lora_target_modules is not None:
+        options["lora_target_modules"] = [*config.lora_target_modules]
     return options
 
 

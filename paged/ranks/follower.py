@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +47,7 @@ class FollowerRunner(PartRunner):
     ) -> None:
         part = part_of(layout, rank, model_config.num_layers, transport)
         super().__init__(config, model_config, directory, None, part, layout.num_stages, peers)
-        self._is_last = part.is_last
+        self._part = part
         self._transport = transport
         num_groups = len(self.model_config.layer_groups)
         self._reader = MessageReader(self.sizes.block_size, self.num_in_flight, num_groups)
@@ -90,6 +90,8 @@ class FollowerRunner(PartRunner):
             elif message.kind is MessageKind.READ_STATES:
                 for tensor in self.read_states(message.blocks).values():
                     self._transport.send(tensor, DRIVER)
+            elif message.adapter is not None:
+                self._receive_adapter(*message.adapter)
             elif message.kind is MessageKind.WRITE_STATE:
                 self._receive_state(*message.blocks)
             else:
@@ -118,7 +120,7 @@ class FollowerRunner(PartRunner):
                 return
         batch = self.batches.batch(step)
         stream = self._stage.receive(number, self.device)
-        if not self._is_last:
+        if not self._part.is_last:
             tensors = compute_part(self.model, self.graphs, batch, self.kv_cache, stream)
             self._stage.send(number, tensors)
             return
@@ -139,6 +141,17 @@ class FollowerRunner(PartRunner):
             contents[name] = self._transport.receive(tensor.shape, tensor.dtype, DRIVER)[:, 0]
         self.write_state(slot, contents)
 
+    def _receive_adapter(self, slot: int, ranks: Mapping[str, int]) -> None:
+        from .adapters import names_in, num_numbers, unpacked
+
+        assert self.lora is not None, "only an engine with slots has adapters"
+        names = names_in(self._part, ranks)
+        shapes = {name: (ranks[name], *self.lora.shapes[name]) for name in names}
+        sent = torch.empty(0, dtype=self.dtype)
+        if names:
+            sent = self._transport.receive((num_numbers(shapes),), self.dtype, DRIVER)
+        self.lora.set(slot, unpacked(sent, shapes))
+
     def _run_in_other_cache(self, _: Schedule, kv_cache: KVCache) -> int:
         """Run the step by which the driver, too, measures memory, and capture CUDA graphs, which are dropped.
 
@@ -153,7 +166,7 @@ class FollowerRunner(PartRunner):
         return num_bytes
 
     def _new_decode_graphs(self) -> StageGraphs | None:
-        if self.device.type != "cuda" or self.lora is not None or self._is_last:
+        if self.device.type != "cuda" or self._part.is_last:
             return None
         from ..runner.stage_graphs import new_stage_graphs
 

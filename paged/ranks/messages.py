@@ -6,9 +6,10 @@ their new tokens and the entries by which block tables have grown.
 
 from __future__ import annotations
 
+import json
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -31,6 +32,7 @@ class MessageKind(IntEnum):
     END = 5
     READ_STATES = 6
     WRITE_STATE = 7
+    LOAD_ADAPTER = 8
 
 
 _OF_BLOCKS = (
@@ -45,12 +47,14 @@ class Message:
 
     step: the step to compute, if the message is a step.
     blocks: the blocks to read, or the block to write; or slots of snapshots.
+    adapter: a slot, and the ranks of the matrices that come for it, by their names in the decoder.
     """
 
     kind: MessageKind
     number: int
     step: ComputedPart | None = None
     blocks: Sequence[BlockId] = ()
+    adapter: tuple[int, Mapping[str, int]] | None = None
 
 
 class _Decodes:
@@ -102,6 +106,10 @@ class MessageWriter:
         """Make each rank write the state that it is sent next into a slot of a snapshot."""
         return self._written(MessageKind.WRITE_STATE, array("i", [slot]).tobytes())
 
+    def load_adapter(self, slot: int, ranks: Mapping[str, int]) -> bytes:
+        """Encode an order to receive an adapter's matrices, with these ranks, and copy them to a slot."""
+        return self._written(MessageKind.LOAD_ADAPTER, json.dumps([slot, dict(ranks)]).encode())
+
     def end(self) -> bytes:
         """Encode an order to end."""
         return self._written(MessageKind.END, b"")
@@ -124,6 +132,8 @@ class MessageWriter:
         rows = [change.row for change in part.changes]
         again = _again(last, longer, part.last_tokens, rows, part.entries, self._block_size)
         if (part.starts, part.rope_lens, part.changes) != (again.starts, again.rope_lens, again.changes):
+            return None
+        if [*part.adapters] != [*again.adapters]:
             return None
         numbers = array("i", [at, longer, len(rows), *rows])
         for sent in (*part.entries, part.last_tokens):
@@ -155,6 +165,9 @@ class MessageReader:
             return Message(kind, number, blocks=array("i", content).tolist())
         if kind is MessageKind.END:
             return Message(kind, number)
+        if kind is MessageKind.LOAD_ADAPTER:
+            slot, ranks = json.loads(content)
+            return Message(kind, number, adapter=(slot, ranks))
         part = from_bytes(content) if kind is MessageKind.STEP else self._repeated(content)
         self._decodes.remember(part)
         return Message(kind, number, part)
@@ -197,4 +210,5 @@ def _again(
         sampled=last.sampled,
         sampled_seats=last.sampled_seats,
         last_tokens=last_tokens,
+        adapters=last.adapters,
     )

@@ -94,9 +94,8 @@ class DecodeGraphs(GraphStore[DecodeGraph]):
         """Compute a step that `SeatedBatches.put` returned; None if there is no graph for it."""
         if not step.is_padded:
             return None
-        out = step.out
         way = way_of(draw)
-        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, way)
+        graph = self.find(step, way)
         if graph is None:
             return None
         self._batches.unpack(step)
@@ -123,7 +122,8 @@ class DecodeGraphs(GraphStore[DecodeGraph]):
         kernels = model.kernels
         batches = self._batches
         num_tokens = key.num_tokens
-        batch = batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
+        kind = {"is_short": key.is_short, "has_adapters": key.has_adapters}
+        batch = batches.padded_batch(key.num_rows, num_tokens, **kind)
         logits = self._head(model.forward(batch, self._kv_cache))
         if kept is not None:
             kept.copy_(logits)

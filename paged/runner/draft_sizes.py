@@ -44,5 +44,10 @@ def draft_sizes(sizes: Sizes, model: ModelConfig, directory: Path) -> Sizes:
         preemption_mode="recompute",
         state_snapshots=None,
         state_interval=None,
+        enable_lora=False,
+        max_loras=1,
+        max_lora_rank=16,
+        max_cpu_loras=None,
+        lora_target_modules=None,
     )
     return Sizes(config, model, sizes.device, sizes.dtype, sizes.target, is_draft=True)

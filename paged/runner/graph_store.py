@@ -39,12 +39,14 @@ class GraphKey(NamedTuple):
 
     num_tokens: as many as num_rows, or as many as rows that all have the longest run of drafts.
     is_short: whether no context is split, so that nothing is merged.
+    has_adapters: whether a token has a LoRA adapter, so that the products with adapters are computed.
     """
 
     num_rows: int
     num_tokens: int
     is_short: bool
     way: Way
+    has_adapters: bool
 
 
 class GraphStore(ABC, Generic[G]):
@@ -120,8 +122,8 @@ class GraphStore(ABC, Generic[G]):
         """
         self.forget()
         self._kv_cache = kv_cache
-        kinds = product(reversed(self.sizes), self._lengths, self._ways)
-        keys = [GraphKey(num_rows, num_rows, is_short, way) for num_rows, is_short, way in kinds]
+        kinds = product(reversed(self.sizes), self._lengths, self._ways, self._batches.has_adapters)
+        keys = [GraphKey(rows, rows, is_short, way, adapters) for rows, is_short, way, adapters in kinds]
 
         def capture() -> None:
             for key in keys:
@@ -164,14 +166,17 @@ class GraphStore(ABC, Generic[G]):
         self.forget()
         return cost.num_bytes + self.reserve
 
-    def find(self, num_rows: int, num_tokens: int, max_seq_len: int | None, way: Way) -> G | None:
+    def find(self, step: Any, way: Way) -> G | None:
         """Return the graph for a padded step; None if the step must run without one.
 
         The graph may be captured by this call. Call this before the step is unpacked.
 
-        num_rows, num_tokens: of the padded step. max_seq_len: None if attention may split a context.
+        step: what `SeatedBatches.put` returned.
         """
-        key = GraphKey(num_rows, num_tokens, max_seq_len is not None, way)
+        num_rows = len(step.out.seq_lens)
+        num_tokens = step.out.by_token.shape[1]
+        is_short = step.max_seq_len is not None  # attention splits no context
+        key = GraphKey(num_rows, num_tokens, is_short, way, has_adapters=step.adapters is not None)
         if key in self._graphs:
             return self._graphs[key]
         graph = self._late.pop(key) if key in self._late else self._capture_late(key)

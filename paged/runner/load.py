@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
     from ..kernels.operations import Kernels
     from ..model.model import Model
+    from ..model.part import ModelPart
 
 logger = logging.getLogger(__name__)
 
@@ -303,9 +304,9 @@ def open_model(
             has_coded_linear=kernels.has_coded_linear,
             num_shards=sizes.shard.count,
         )
-        with torch.device("meta"), _ParametersOf(dtype):
-            whole = Decoder(model_config, kernels)
-            model = whole if sizes.part is None else Decoder(model_config, kernels, sizes.part)
+        whole = model = on_meta(model_config, kernels, sizes)
+        if sizes.part is not None:
+            model = on_meta(model_config, kernels, sizes, sizes.part)
         if config.enable_lora:
             from ..model.lora import leave_gates_apart
 
@@ -321,6 +322,14 @@ def open_model(
 
             loader = replace(loader, float_forms=float_forms(sizes, kernels, device))
         yield model, loader
+
+
+def on_meta(
+    model_config: ModelConfig, kernels: Kernels, sizes: Sizes, part: ModelPart | None = None
+) -> Decoder:
+    """Return a model, by default the whole one, without memory for its parameters."""
+    with torch.device("meta"), _ParametersOf(getattr(torch, sizes.dtype)):
+        return Decoder(model_config, kernels, part)
 
 
 def _recognizers_of(

@@ -270,8 +270,7 @@ class ModelRunner(PartRunner):
         return 0.0
 
     def _new_decode_graphs(self) -> DecodeGraphs | StageGraphs | None:
-        # Rows that pad a step have no adapter.
-        if self.device.type != "cuda" or self.lora is not None:
+        if self.device.type != "cuda":
             return None
         from .decode_graphs import new_decode_graphs
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.config import ModelConfig
-from ..base.errors import ConfigError, ResourceError
+from ..base.errors import ResourceError
 from ..blocks.pool import BlockId
 from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import resolve_device, resolve_dtype, sum_in_float32, target_of
@@ -90,11 +90,6 @@ class PartRunner:
             from .draft_model import with_draft
 
             sizes = with_draft(sizes, self.device, draft)
-        if config.enable_lora and model_config.states:
-            raise ConfigError(
-                f"enable_lora=True is not supported for {model_config.architecture}, whose layers keep "
-                "states; merge the adapter into its model"
-            )
         self.sizes = sizes
         model_config = self.model_config = model_config.for_context(self.sizes.max_model_len)
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -114,7 +109,7 @@ class PartRunner:
         if config.enable_lora:
             from .lora_slots import new_lora_slots
 
-            self.lora = new_lora_slots(config, self.model, self.device)
+            self.lora = new_lora_slots(self.sizes, self.model, self.device)
         self.graphs: StepGraphs | None = None
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
@@ -209,7 +204,7 @@ class PartRunner:
         """Copy the adapters that a step needs into their slots."""
         for adapter, slot in plan.adapter_loads:
             assert self.lora is not None, "only an engine with slots has adapters"
-            self.lora.set(slot, self.adapters[adapter])
+            self.lora.set(slot, self.adapters[adapter].parts)
 
     def send_state_moves(self, plan: ComputedPart, upload: Upload) -> StateChanges | None:
         """Add the moves of recurrent states to the upload. Return them, or None without any."""

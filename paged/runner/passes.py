@@ -49,7 +49,7 @@ def new_batches(
     from .batches.seats import SeatedBatches
 
     options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
-    options["max_run"] = sizes.max_run
+    options |= {"max_run": sizes.max_run, "with_adapters": sizes.config.enable_lora}
     return SeatedBatches(unpack_step, sizes.block_size, device, **options)
 
 

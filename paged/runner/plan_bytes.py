@@ -24,6 +24,7 @@ def to_bytes(part: ComputedPart) -> bytes:
             *map(list, flat),
             *rows,
             part.unapplied,
+            part.adapters,
             part.last_tokens,
             part.tokens,
             *part.entries,
@@ -40,7 +41,7 @@ def from_bytes(data: bytes) -> ComputedPart:
     asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
     changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
     seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
-    unapplied = next(lists)
+    unapplied, adapters = next(lists), next(lists)
     last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
     return ComputedPart(
         swap_out=swap_out,
@@ -49,6 +50,7 @@ def from_bytes(data: bytes) -> ComputedPart:
         state_moves=state_moves,
         settled=settled,
         unapplied=unapplied,
+        adapters=adapters,
         num_decodes=num_decodes,
         num_drafting=num_drafting,
         seats=seats,

@@ -94,8 +94,7 @@ class StageGraphs(GraphStore[StageGraph]):
         """Receive the stream of a step and compute the step; do neither if there is no graph for it."""
         if not step.is_padded:
             return None
-        out = step.out
-        graph = self.find(len(out.seq_lens), out.by_token.shape[1], step.max_seq_len, self._ways[0])
+        graph = self.find(step, self._ways[0])
         if graph is None:
             return None
         received = tensors_of(self._receive())
@@ -113,7 +112,8 @@ class StageGraphs(GraphStore[StageGraph]):
     def _compute(self, key: GraphKey, kept: Tensor | None) -> tuple[Tensor, ...]:
         assert self._kv_cache is not None, "graphs are captured over a cache"
         num_tokens = key.num_tokens
-        batch = self._batches.padded_batch(key.num_rows, num_tokens, is_short=key.is_short)
+        kind = {"is_short": key.is_short, "has_adapters": key.has_adapters}
+        batch = self._batches.padded_batch(key.num_rows, num_tokens, **kind)
         stream = None if self._stream is None else _first_rows(self._stream, num_tokens)
         model = self._model
         if kept is None:

@@ -24,6 +24,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.engine_uses import Case, Tokens, draws_of_a_gpu, generated, sampled
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import LateCuda, late_cuda
+from tests.support.lora_adapters import adapter, request
 from tests.support.ranks import ranked_engines
 
 needs_stand_in = pytest.mark.skipif(
@@ -124,6 +125,33 @@ def test_requests_that_come_and_go_get_their_own_parameters():
     case = Case("llama", {"max_num_seqs": 2, "cudagraph_capture_sizes": [2]}, sampled)
     gpu, _ = compared(case, ways, 6, [[20 + i, 21, 22] for i in range(3)], seed=4)
     assert gpu.num_replays > 3
+
+
+@needs_stand_in
+def test_slots_of_adapters_are_read_by_graphs(tmp_path):
+    """Of three adapters in two slots, beside a request of none: batches of 3, 2 and 1, padded to 3."""
+    paths = [adapter(tmp_path, "llama", seed) for seed in range(3)]
+    requests = [request(paths[0], 1), None, request(paths[1], 2), request(paths[2], 3), None]
+    prompts = [[*range(20 + i, 30 + 4 * i)] for i in range(5)]
+    params = params_of([{"seed": 1}, {"temperature": 0.0}, {"seed": 3}, {"temperature": 0.0}, {"seed": 4}], 6)
+    sizes = {"max_num_seqs": 3, "cudagraph_capture_sizes": [3], "max_model_len": 64}
+    case = Case("llama", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, **sizes}, sampled)
+
+    def tokens(engine: LLMEngine) -> Tokens:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = engine.generate(given, params, lora_request=requests, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    with draws_of_a_gpu():
+        expected = tokens(case.engine())
+    with late_cuda(seed=1) as gpu:
+        engine = case.engine(device="cuda", attention_backend="triton")
+        assert tokens(engine) == expected
+        assert tokens(engine) == expected  # slots hold other adapters now
+        graphs = engine.runner.decode_graphs
+        assert {key.has_adapters for key in graphs._graphs} == {True, False}
+        assert not graphs._late
+    assert gpu.num_replays > 10
 
 
 @needs_stand_in

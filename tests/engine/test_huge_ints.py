@@ -52,7 +52,7 @@ def around(hint: Any, value: Any) -> Any:
 
 
 def every_field() -> list[tuple[type[Any], str, Any]]:
-    """Return each field of the classes; a processor, not the config, knows the values of mm_processor_kwargs."""
+    """Return each field of the classes, but mm_processor_kwargs, whose values a processor knows."""
     return [
         (owner, f.name, typing.get_type_hints(owner)[f.name])
         for owner in NEEDED

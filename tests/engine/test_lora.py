@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import AsyncLLMEngine, ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
-from tests.support.checkpoints import checkpoint, edit_json, new_engine, ragged_prompts
-from tests.support.lora_adapters import adapter, by_peft, request
+from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
+from tests.support.gguf_adapters import write_adapter
+from tests.support.gguf_models import write_model
+from tests.support.lora_adapters import adapter, adapter_of, by_peft, drawn_config, request
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 FAMILIES = (
     "llama", "llama-tied-bias", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "granite", "olmo2",
     "gemma2", "gemma3", "gemma4", "gemma4-keys-as-values", "smollm3", "glm4", "gpt2", "gpt_neox",
-    "qwen3_moe", "gpt_oss",
+    "qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid-dense",
+    "falcon_h1",
 )  # fmt: skip
 
 
@@ -48,11 +51,11 @@ def test_tokens_are_those_of_peft(model, folder):
     assert run(engine, prompts, requests) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_bits_do_not_depend_on_other_adapters(dtype, folder):
+@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("qwen3_5", "float32")])
+def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
     """Chunked, preempted both ways, over a prefix cache, with more adapters than slots, drafted, sampled."""
     generator = random.Random(dtype)
-    paths = [adapter(folder, "qwen3", seed) for seed in range(4)]
+    paths = [adapter(folder, model, seed) for seed in range(4)]
     common = ragged_prompts([40], seed=7)[0]
     prompts = [
         (common[: generator.choice([0, 16, 40])] + own)[: generator.randint(2, 60)] or own
@@ -68,7 +71,7 @@ def test_bits_do_not_depend_on_other_adapters(dtype, folder):
         for i in range(len(prompts))
     ]
     options = {"enable_lora": True, "max_lora_rank": 8, "dtype": dtype}
-    alone = new_engine(checkpoint("qwen3"), **options, enable_prefix_caching=False, max_num_seqs=1)
+    alone = new_engine(checkpoint(model), **options, enable_prefix_caching=False, max_num_seqs=1)
 
     def results(engine, **given):
         outputs = engine.generate(ids(prompts), params, lora_request=requests, use_tqdm=False, **given)
@@ -86,10 +89,59 @@ def test_bits_do_not_depend_on_other_adapters(dtype, folder):
         {"max_loras": 4, "num_blocks": 24, "block_size": 8, "swap_space": 0.01, "preemption_mode": "swap"},
         {"max_loras": 3, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     ):
-        engine = new_engine(checkpoint("qwen3"), **options, **own)
+        engine = new_engine(checkpoint(model), **options, **own)
         assert results(engine) == expected
         engine.scheduler.check()
         assert not engine.scheduler.has_unfinished()
+
+
+def test_models_and_adapters_are_in_safetensors_or_gguf(folder, tmp_path):
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    path = adapter_of("llama", folder / "either", config)
+    file = write_adapter(tmp_path / "adapter.gguf", "llama", path, 6.0)
+    model = write_model(tmp_path / "model.gguf", random_model(CONFIGS["llama"]()))
+    prompts = ragged_prompts([9, 4])
+    expected = [by_peft("llama", path, prompt, 10) for prompt in prompts]
+    requests = [request(path, 1), request(file, 2)]
+    for base in (checkpoint("llama"), model):
+        engine = new_engine(base, enable_lora=True, max_loras=2, max_lora_rank=8)
+        assert run(engine, prompts, requests) == expected
+
+
+# Forms of weights that nothing is merged into, and drafts, which a model makes without an adapter.
+FORMS = {
+    "int8": {"quantization": "int8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4", "dtype": "float32"},
+    "draft": {},  # the model itself
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_weights_and_drafts_change_nothing(name, folder):
+    """A batch of two adapters and none has the bits of each request alone, without drafts."""
+    model = "demo" if name == "int4" else "llama"  # tiny ones have no whole groups
+    own = {**FORMS[name], "enable_lora": True, "max_lora_rank": 8}
+    if name == "draft":
+        own["speculative_config"] = {"model": str(checkpoint(model)), "num_speculative_tokens": 3}
+    paths = [adapter_of(model, folder / f"{model}-{seed}", OF_FORMS, seed, 0.2) for seed in (0, 1)]
+    requests = [None, *(request(path, number) for number, path in enumerate(paths, 1))]
+    prompts = [[*range(20, 30), *range(20, 28)]] * 3
+    together = new_engine(checkpoint_of(model), **own, max_loras=2)
+    found = [run(together, prompts, requests) for _ in range(2)]  # suffixes of outputs are known by then
+    alone = new_engine(checkpoint_of(model), **{**own, "speculative_config": None}, max_num_seqs=1)
+    expected = run(alone, prompts, requests)
+    assert found == [expected, expected]
+    assert len({tuple(each) for each in expected}) == 3
+    if "speculative_config" in own:
+        assert together.stats().num_drafts > 0
+
+
+OF_FORMS = {"r": 4, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
+
+
+def checkpoint_of(model):
+    return model if model == "demo" else checkpoint(model)
 
 
 def test_an_adapter_of_zeros_changes_no_bit(folder):
@@ -108,7 +160,10 @@ def test_an_adapter_of_zeros_changes_no_bit(folder):
 def test_blocks_are_shared_within_an_adapter_alone(folder):
     engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, max_cpu_loras=8)
     prompt = ragged_prompts([40])
-    first, second = (request(adapter(folder, "llama", seed), seed + 1) for seed in (0, 1))
+    # They differ in their numbers alone.
+    config = drawn_config("llama", 0)
+    paths = [adapter_of("llama", folder / f"same-config-{seed}", config, seed) for seed in (0, 1)]
+    first, second = (request(path, number) for number, path in enumerate(paths, 1))
 
     def cached(own):
         return engine.generate(ids(prompt), GREEDY, lora_request=own, use_tqdm=False)[0].num_cached_tokens
@@ -317,5 +372,3 @@ def test_options_without_adapters_are_refused(folder):
     ):
         with pytest.raises(ConfigError, match=message):
             new_engine(checkpoint("llama"), **wrong)
-    with pytest.raises(ConfigError, match="layers keep states"):
-        new_engine(checkpoint("lfm2"), enable_lora=True)

@@ -24,7 +24,7 @@ def new_planner(**options: bool) -> Planner:
 
 def as_lists(part: ComputedPart) -> ComputedPart:
     """Return a part whose empty fields are of one type."""
-    fields = ("swap_out", "swap_in", "copies", "settled", "asked")
+    fields = ("swap_out", "swap_in", "copies", "settled", "asked", "adapters")
     return replace(part, **{name: [*getattr(part, name)] for name in fields})
 
 

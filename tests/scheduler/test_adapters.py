@@ -80,6 +80,29 @@ def test_every_request_ends_with_its_adapter(first):
     assert sum(run_world(seed) for seed in range(first, first + 20)) > 500
 
 
+def test_the_longest_unused_adapter_loses_its_slot():
+    scheduler = new_scheduler(num_blocks=64)
+    scheduler.have_adapters(2)
+
+    def loads(adapter):
+        added(scheduler, new_request(f"{adapter}", 3, 2, adapter=adapter))
+        found = []
+        while scheduler.has_unfinished():
+            schedule = scheduled(scheduler)
+            found += schedule.adapters[1]
+            updated(scheduler, schedule)
+        return found
+
+    assert [loads(adapter) for adapter in (1, 2, 1, 3, 1, 2)] == [
+        [(1, 0)],
+        [(2, 1)],
+        [],
+        [(3, 1)],
+        [],
+        [(2, 1)],
+    ]
+
+
 def test_others_pass_but_not_for_ever():
     """Users of one adapter come faster than they end; after max_num_seqs admissions the other one's turn has
     come.

@@ -167,7 +167,7 @@ def write_model(
     tensors: dict[str, Stored] = {}
     with torch.no_grad():
         for own, parameter in _named(model, metadata):
-            weight = _converted(own, parameter, model.config, metadata)
+            weight = converted(own, parameter, model.config, metadata)
             kind = "F32" if weight.dim() == 1 or any(part in own for part in _FLOATS) else type_of(own)
             tensors[own], numbers = in_type(kind, weight, generator)
             if kind != "F32":
@@ -251,7 +251,7 @@ def name_of(name: str, metadata: Mapping[str, Any]) -> str:
     return found
 
 
-def _converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
+def converted(own: str, weight: Tensor, config: Any, metadata: Mapping[str, Any]) -> Tensor:
     architecture = metadata["general.architecture"]
     if gguf_states.has_states(metadata):
         return gguf_states.converted(own, weight, config, metadata)

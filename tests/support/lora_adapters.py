@@ -15,10 +15,12 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from paged import LoRARequest
-from tests.support.checkpoints import checkpoint
+from paged.checkpoints.model_directory import resolve
+from tests.support.checkpoints import HYBRIDS, checkpoint
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # Of families that name their layers otherwise.
 TARGETS = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -27,6 +29,13 @@ TARGETS = {
     "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "qwen3_moe": ATTENTION,
     "gpt_oss": ATTENTION,
+    "qwen3_5": (*ATTENTION, *MLP, *_DELTA),
+    "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "lfm2": (*ATTENTION[:3], "out_proj", "in_proj", "w1", "w2", "w3"),
+    # PEFT adapts no out_proj of Mamba-2.
+    "nemotron_h": (*ATTENTION, "in_proj", "up_proj", "down_proj"),
+    "granitemoehybrid-dense": (*ATTENTION, "in_proj", "shared_mlp.input_linear", "output_linear"),
+    "falcon_h1": (*ATTENTION, *MLP, "in_proj"),
     "gemma4": (
         *ATTENTION,
         *MLP,
@@ -46,7 +55,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _base(model: str | Path) -> Any:
-    path = checkpoint(model) if isinstance(model, str) else model
+    path = resolve(model) if model == "demo" else checkpoint(model) if isinstance(model, str) else model
     model_class = transformers.AutoModelForCausalLM
     return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
@@ -103,5 +112,6 @@ def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tok
             do_sample=False,
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
+            use_cache=model not in HYBRIDS,
         )
     return result[0, len(prompt) :].tolist()

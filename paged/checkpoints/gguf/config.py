@@ -120,6 +120,22 @@ def make_config(gguf: Gguf, metadata: Metadata) -> dict[str, Any]:
     return hf
 
 
+def require_family(metadata: Metadata, architecture: str) -> None:
+    """Raise CheckpointError unless an adapter is for models of an architecture of transformers.
+
+    The rows of its matrices might have another order.
+    """
+    name = metadata.architecture
+    if name not in _FAMILIES:
+        raise UnsupportedModelError(f"{metadata.path}: general.architecture {name!r} is not supported")
+    _, wanted, _ = _FAMILIES[name]
+    # An architecture without a name of its own in llama.cpp, as Mistral's, shares that of another.
+    if architecture != wanted and architecture in [known for _, known, _ in _FAMILIES.values()]:
+        raise CheckpointError(
+            f"{metadata.path}: the adapter is for models of {wanted}, and this one is of {architecture}"
+        )
+
+
 def _pooling(metadata: Metadata) -> dict[str, int]:
     """Return what the file says of how embeddings are made, if anything."""
     number = metadata.integer("pooling_type", None)

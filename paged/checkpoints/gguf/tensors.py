@@ -27,7 +27,7 @@ def presented(gguf: Gguf) -> dict[str, GgufTensor]:
     """Return the tensors by name. Raises CheckpointError if a tensor's rows do not divide into heads."""
     metadata = Metadata(gguf.files[0].path, gguf.metadata)
     layout = CONVERTED[metadata.architecture]
-    orders = _orders(layout, metadata)
+    orders = orders_of(layout, metadata)
     values = orders.get("attn_gate.weight")
     value_columns = None if values is None else tuple(values.argsort().tolist())
     found = {}
@@ -62,7 +62,7 @@ def _shape_of(part: str, tensor: GgufTensor) -> list[int]:
     return [math.prod(shape)] if part in _FLAT else shape
 
 
-def _orders(layout: Converted, metadata: Metadata) -> Mapping[str, Tensor]:
+def orders_of(layout: Converted, metadata: Metadata) -> Mapping[str, Tensor]:
     """Return the order of rows of the tensors of a layer that the converter reordered."""
     if layout.interleaved:
         head_dim = head_dim_of(metadata)

@@ -47,6 +47,7 @@ class StateLayer(nn.Module):
     `attend` applies the output projection, which only some of the tokens may need.
     """
 
+    inputs: Linear  # makes what the state takes of hidden states
     output: Linear
     input_size: int  # the numbers of a token that change the state
     is_gathered = False  # whether what `project` returns is that of all shards
@@ -61,7 +62,7 @@ class StateLayer(nn.Module):
     def project(
         self,
         hidden: Tensor,
-        rows: TokenRows,  # noqa: ARG002
+        rows: TokenRows,
         batch: Batch,
         kv_cache: KVCache,
     ) -> Tensor:  # [num_tokens, hidden_size] -> [num_tokens, num_heads, value_dim]
@@ -70,10 +71,11 @@ class StateLayer(nn.Module):
         assert batch.seats is not None, "the batch of such a model says where they are"
         queries = batch.queries
         sequences = Sequences(batch.seats, queries.seq_lens, queries.cu_seqlens_q, batch.runs)
-        return self.advance(hidden, kv_cache.states.layer(self.layer), sequences)
+        made: Tensor = self.inputs(hidden, rows.adapters)
+        return self.advance(made, kv_cache.states.layer(self.layer), sequences)
 
-    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
-        """Compute `project` for the states of this layer."""
+    def advance(self, made: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        """Compute `project` from the output of the input projection, for the states of this layer."""
         raise NotImplementedError
 
     def apply_runs(self, states: LayerStates, sequences: Sequences) -> None:
@@ -91,13 +93,20 @@ class StateLayer(nn.Module):
         """Update the states with tokens of these inputs, [num_tokens, input_size]. Return the outputs."""
         raise NotImplementedError
 
-    def attend(self, query: Tensor, queries: Queries, kv_cache: KVCache) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        query: Tensor,
+        queries: Queries,  # noqa: ARG002
+        kv_cache: KVCache,  # noqa: ARG002
+        adapters: Tensor | None = None,
+    ) -> Tensor:
         """Apply the output projection to what `project` returned. Return [n, hidden_size].
 
-        The other arguments are those of `Attention.attend`. They have no effect.
+        queries and kv_cache are arguments of `Attention.attend`. They have no effect.
         """
         made = query.flatten(1)
-        return gather(self.output(made if self.is_gathered else gather(made, self.shard)), self.shard)
+        whole = made if self.is_gathered else gather(made, self.shard)
+        return gather(self.output(whole, adapters), self.shard)
 
     def _new_output(self, config: ModelConfig, name: str, num_inputs: int, *, bias: bool) -> Linear:
         stored = StoredRows({name: config.hidden_size})
@@ -135,9 +144,8 @@ class GatedDelta(StateLayer):
         num_values = whole.num_heads * whole.value_dim
         self.output = self._new_output(config, f"{name}.out_proj", num_values, bias=False)
 
-    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+    def advance(self, made: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
-        made: Tensor = self.inputs(hidden)
         sizes = [spec.columns, spec.num_heads * spec.value_dim, 2 * spec.num_heads]
         qkv, gate, gates = torch.split(made, sizes, dim=1)
         out = self._advance(qkv, gates, states, sequences)
@@ -198,9 +206,8 @@ class Mamba2(StateLayer):
         self.groups = num_groups, whole.num_values // whole.num_key_heads
         self.output = self._new_output(config, f"{name}.out_proj", whole.num_values, bias=whole.output_bias)
 
-    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+    def advance(self, made: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         spec = self.spec
-        made: Tensor = self.inputs(hidden)
         gate, x, steps = torch.split(made, [spec.num_values, spec.columns, spec.num_heads], dim=1)
         out = self._advance(x, steps, states, sequences)
         if self.is_gathered:
@@ -251,8 +258,8 @@ class ShortConv(StateLayer):
         self.input_size = 3 * self.spec.columns
         self.output = self._new_output(config, f"{name}.out_proj", whole.columns, bias=whole.output_bias)
 
-    def advance(self, hidden: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
-        return self.advance_inputs(self.inputs(hidden), states, sequences)[:, None]
+    def advance(self, made: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
+        return self.advance_inputs(made, states, sequences)[:, None]
 
     def advance_inputs(self, inputs: Tensor, states: LayerStates, sequences: Sequences) -> Tensor:
         seats, seq_lens, cu_seqlens_q, runs = sequences

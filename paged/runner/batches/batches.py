@@ -37,6 +37,9 @@ class Batches(Protocol[Step]):
         """Store the drawn tokens of a step, i64[num_logits], from which the next step continues."""
 
 
+NO_ADAPTER = -1  # the slot of a token without an adapter
+
+
 class StepAdapters(NamedTuple):
     """The adapter slots of a step, i32: the slot of each token, and of each output row."""
 
@@ -48,11 +51,15 @@ class StepAdapters(NamedTuple):
         return self.by_token.tensor, self.by_output.tensor
 
 
-def put_adapters(plan: ComputedPart, upload: Upload) -> StepAdapters:
-    """Add the adapter slots of a step to an upload."""
+def put_adapters(plan: ComputedPart, upload: Upload, num_tokens: int = 0) -> StepAdapters:
+    """Add the adapter slots of a step to an upload.
+
+    num_tokens: how many tokens the step is padded to, if it is. Tokens that pad it have no adapter.
+    """
     by_token: list[int] = []
     for slot, count in zip(plan.adapters, plan.counts, strict=True):
         by_token += [slot] * count
+    by_token += [NO_ADAPTER] * (num_tokens - len(by_token))
     by_output = [plan.adapters[row] for row in plan.sampled]
     for run in plan.asked:
         by_output += [plan.adapters[run.row]] * (run.end - run.start)
