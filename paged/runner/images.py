@@ -14,7 +14,8 @@ from torch import Tensor
 from ..device.transfers import Sent, Upload
 from ..images.processing import patches_of
 from ..model.batch import Batch
-from ..model.towers.vit import Grid, Vit
+from ..model.towers.patches import Grid
+from ..model.towers.vit import Vit
 from ..requests.request import PromptImage
 from .image_rows import ImageRows
 from .plan import ComputedPart

@@ -151,8 +151,8 @@ class Sizes:
         vision = self.model.vision
         if vision is None or not vision.sees_itself:
             return 0
-        assert vision.tokens_per_image is not None, "tokens that see each other are of a known number"
-        return vision.tokens_per_image
+        assert vision.most_tokens is not None, "tokens that see each other are of a known number"
+        return vision.most_tokens
 
     @property
     def max_step_tokens(self) -> int:
