@@ -104,6 +104,11 @@ class TowerSpec:
     is_flat: bool = False
 
     @property
+    def attended_head_dim(self) -> int | None:
+        """The dimension of attention's heads; None: there are no layers."""
+        return self.head_dim if self.num_layers else None
+
+    @property
     def num_qkv_heads(self) -> int:
         """The number of heads of Q, K and V."""
         return self.num_heads + 2 * self.num_kv_heads
@@ -116,11 +121,15 @@ class TowerSpec:
     @property
     def num_params(self) -> int:
         """The number of weights, without norms and biases."""
+        places = self.grid**2 if self.axes is None else 2 * self.axes.num_places
+        return self.num_layer_params + self.hidden_size * (self.patch_numbers + places)
+
+    @property
+    def num_layer_params(self) -> int:
+        """The number of weights of all layers, without norms and biases."""
         mlp = (3 if self.gated else 2) * self.inner_size
         heads = (self.num_qkv_heads + self.num_heads) * self.head_dim
-        places = self.grid**2 if self.axes is None else 2 * self.axes.num_places
-        layer = self.hidden_size * (heads + mlp)
-        return self.num_layers * layer + self.hidden_size * (self.patch_numbers + places)
+        return self.num_layers * self.hidden_size * (heads + mlp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,19 +102,23 @@ def completed(
     return results
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
-@pytest.mark.parametrize("name", FAMILIES)
+# Families whose towers or text models are those of others: fewer prompts are enough.
+ALIKE = ("gemma4_unified", "ministral3", "qwen3_vl_moe")
+BACKENDS = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name in ("gemma3", "qwen3_vl"))]
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS, ids="-".join)
 def test_matches_transformers(name, backend, monkeypatch):
-    prompts = prompts_of(name)
+    prompts = prompts_of(name)[4:6] if name in ALIKE else prompts_of(name)
     results = completed(new_engine(seeing(name), attention_backend=backend), prompts, monkeypatch)
     for (_, images), result in zip(prompts, results, strict=True):
         tokens, logits = seeing_reference(name).greedy(result.prompt_token_ids, images, 5)
         assert result.token_ids == tokens
         torch.testing.assert_close(result.logits, logits, atol=1e-4, rtol=0)
-    assert len({tuple(result.token_ids) for result in results}) > 3, "images make no difference"
+    assert len({tuple(result.token_ids) for result in results}) > len(prompts) // 2, "images do not matter"
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name not in ALIKE])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -136,18 +140,25 @@ OPTIONS: list[dict[str, Any]] = [
     {"num_blocks": None, "block_size": 8},
     {"num_blocks": None, "block_size": 8, "swap_space": 0.1, "preemption_mode": "swap"},
     {"mm_processor_cache_gb": 0, "max_num_seqs": 2, "enforce_eager": True},
+    {"tower_layers": 1},
 ]
 
 
-# So few that requests are preempted, but in mistral3, whose longest prompt needs ten.
-FEW_BLOCKS = {"gemma3": 70, "mistral3": 10, "ministral3": 12, "qwen3_vl": 11}
+# So few that requests are preempted.
+FEW_BLOCKS = {"gemma3": 70, "gemma4": 70, "gemma4_large": 70, "mistral3": 10, "qwen3_vl": 11}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_company_chunks_and_preemption_change_no_bit(name, alone, options, monkeypatch):
     is_short = "num_blocks" in options
-    few = {"num_blocks": FEW_BLOCKS[name]} if is_short else {}
-    engine = new_engine(seeing(name), **{**options, **few})
+    own = dict(options)
+    if is_short:
+        own["num_blocks"] = FEW_BLOCKS[name]
+    is_layered = own.pop("tower_layers", None) is not None
+    engine = new_engine(seeing(name), **own)
+    if is_layered:  # as if a layer cost as much as a step
+        queue = engine.scheduler.towers
+        queue.costs = queue.costs._replace(linear=1e9)
     prompts = prompts_of(name)
     assert completed(engine, prompts, monkeypatch) == alone
     num_computed = engine.runner.images.num_computed

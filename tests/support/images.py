@@ -34,6 +34,7 @@ from transformers import (
     PixtralVisionConfig,
     PreTrainedConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SiglipVisionConfig,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -221,8 +222,8 @@ def _pixtral(text: str) -> Family:
     )
 
 
-def _qwen3_vl() -> PreTrainedConfig:
-    text = CONFIGS["qwen3"]().to_dict()
+def _qwen3_vl(text_name: str, whole: type[PreTrainedConfig]) -> PreTrainedConfig:
+    text = CONFIGS[text_name]().to_dict()
     dropped = ("model_type", "rope_parameters", "layer_types")
     text = {key: value for key, value in text.items() if key not in dropped} | {"num_hidden_layers": 4}
     vision = {
@@ -239,7 +240,7 @@ def _qwen3_vl() -> PreTrainedConfig:
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return Qwen3VLConfig(
+    return whole(
         text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         **{name: IMAGE - i for i, name in enumerate(tokens)},
@@ -254,6 +255,20 @@ def _of_qwen3_vl(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, T
 def _written_qwen3_vl(processed: dict[str, Tensor], i: int) -> str:
     """Write what transformers' Qwen3VLProcessor does, whose module needs torchvision."""
     return "<|image_pad|>" * (int(processed["image_grid_thw"][i].prod()) // 4)
+
+
+def _qwen3_vl_family(text: str, whole: type[PreTrainedConfig]) -> Family:
+    return Family(
+        lambda: _qwen3_vl(text, whole),
+        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
+        Qwen2VLImageProcessorPil,
+        IMAGE,
+        IMAGE,
+        _of_qwen3_vl,
+        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        _written_qwen3_vl,
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -274,17 +289,8 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified": _gemma4_family(_gemma4_unified, patch_size=12, pooling_kernel_size=1),
     "mistral3": _pixtral("mistral"),
     "ministral3": _pixtral("ministral3"),
-    "qwen3_vl": Family(
-        _qwen3_vl,
-        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
-        Qwen2VLImageProcessorPil,
-        IMAGE,
-        IMAGE,
-        _of_qwen3_vl,
-        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        _written_qwen3_vl,
-    ),
+    "qwen3_vl": _qwen3_vl_family("qwen3", Qwen3VLConfig),
+    "qwen3_vl_moe": _qwen3_vl_family("qwen3_moe", Qwen3VLMoeConfig),
 }
 
 
