@@ -346,10 +346,8 @@ class Scheduler:
     def _seen(self, request: Request, start: int, num_new: int, schedule: Schedule) -> int:
         """Return how many of the next tokens a request computes, whose images must be seen before."""
         assert self.towers is not None, "a request with images of a model that sees none"
-        left = self._budget_left(schedule)
-        found = self.towers.most_new(request, start, num_new, self._budget_left(schedule, with_towers=False))
-        # The tokens in front of an image that is not ready have their part of the budget.
-        return min(found, left) if found < num_new else min(found, self._budget_left(schedule))
+        budget = self.max_num_batched_tokens - schedule.num_tokens
+        return self.towers.most_new(request, start, num_new, budget)
 
     def _without_cut(self, request: Request, start: int, num_new: int, budget: int) -> int:
         """Return how many tokens from `start` on a request computes so that none are cut that must not be.
@@ -446,12 +444,10 @@ class Scheduler:
         kept = self._running.num_reserved_blocks() + self._watermark_blocks
         return self.block_manager.pool.num_available - kept - sum(map(self._running.missing_blocks, begun))
 
-    def _budget_left(self, schedule: Schedule, *, with_towers: bool = True) -> int:
+    def _budget_left(self, schedule: Schedule) -> int:
         """Return how many tokens the step can still have, beside what it does for images."""
         left = self.max_num_batched_tokens - schedule.num_tokens
-        if with_towers and self.towers is not None and self.towers.num_tokens:
-            left = max(0, left - math.ceil(self.towers.num_tokens))
-        return left
+        return left if self.towers is None else self.towers.beside(left)
 
     def update(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -144,18 +145,29 @@ class TowerQueue:
     def most_new(self, request: Request, start: int, num_new: int, budget: int) -> int:
         """Return how many of the next num_new tokens a request may compute from `start` on.
 
-        Work on the first image that is not ready is put into the step, as far as the budget goes beside the
-        tokens in front of it.
+        Work on the first images that are not ready is put into the step, as far as the budget goes beside the
+        tokens in front of them.
         """
+        spent: float | None = self.num_tokens
+        reserved = 0  # tokens in front of the first image that is worked on
         for image in request.inputs.images:
             if image.end <= start:
                 continue
             if image.start >= start + num_new:
                 break
             before = max(0, image.start - start)
-            if not self._is_ready(image, budget - before - self.num_tokens):
-                return before
-        return num_new
+            is_ready = self._is_ready(image, budget - before - self.num_tokens)
+            if spent is not None and self.num_tokens > spent:
+                reserved = before
+                spent = None
+            if not is_ready:
+                num_new = before
+                break
+        return min(num_new, max(reserved, self.beside(budget)))
+
+    def beside(self, budget: int) -> int:
+        """Return how many tokens a step has left beside its work on images."""
+        return max(0, budget - math.ceil(self.num_tokens)) if self.num_tokens else budget
 
     def _is_ready(self, image: PromptImage, budget: float) -> bool:
         """Work on an image, and return whether its embeddings are there for this step."""
