@@ -309,7 +309,11 @@ _PAN_AND_SCAN = (
 PROCESSINGS: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
     "gemma3": (_gemma3, ("size", "image_seq_length", *_PAN_AND_SCAN), _GEMMA3),
     # image_seq_length changes nothing: the number of an image's tokens follows from its size.
-    "gemma4": (_gemma4, ("patch_size", "max_soft_tokens", "pooling_kernel_size", "image_seq_length"), _GEMMA4),
+    "gemma4": (
+        _gemma4,
+        ("patch_size", "max_soft_tokens", "pooling_kernel_size", "image_seq_length"),
+        _GEMMA4,
+    ),
     "mistral3": (_mistral3, ("size", "patch_size", "spatial_merge_size"), _MISTRAL3),
     "qwen3_vl": (_qwen3_vl, _AREAS, _QWEN3_VL),
 }

@@ -519,9 +519,7 @@ HYBRIDS = (
 _WHOLE = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 
 
-def gemma4_config(
-    text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig
-) -> PreTrainedConfig:
+def gemma4_config(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
     """Return a config of a whole Gemma 4 around one of CONFIGS."""
     tokens = (
         "image_token_id",

@@ -37,10 +37,12 @@ from transformers import (
     Qwen3VLMoeConfig,
     SiglipVisionConfig,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -139,6 +141,21 @@ def _gemma4(text: str, **vision: Any) -> PreTrainedConfig:
             **vision,
         ),
     )
+
+
+def _masks_of_12b(block_sequence_ids: Tensor | None = None, **others: Any) -> Any:
+    """Make the masks as in the other models of Gemma 4, and as in Google's code and in vLLM.
+
+    Where it generates, transformers lets tokens of an image see later ones in layers without a window, too,
+    although the module has a function that does not.
+    """
+    if block_sequence_ids is None:
+        return create_masks_for_generate(**others)
+    make = modeling_gemma4_unified.create_masks_for_vision_model
+    return make(block_sequence_ids=block_sequence_ids, **others)
+
+
+modeling_gemma4_unified.create_masks_for_generate = _masks_of_12b
 
 
 def _gemma4_unified() -> PreTrainedConfig:
