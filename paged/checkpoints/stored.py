@@ -234,7 +234,12 @@ class FloatFormat(StoredFormat):
 
 
 def float_layout(like: Tensor) -> Layout:
-    """Return the layout of a float parameter that is not a weight, such as a bias: numbers for each row."""
+    """Return the layout of a float parameter that is not a weight, such as a bias: numbers for each row.
+
+    One without dimensions is stored as a single number.
+    """
+    if not like.dim():
+        return Layout((), like.dtype, dim=None)
     return Layout(tuple(like.shape[1:]), like.dtype)
 
 

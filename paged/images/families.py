@@ -71,6 +71,11 @@ def _gemma3(vision: VisionSpec, size: Size) -> ImageTokens:
     return ImageTokens("\n\n", [before, *[vision.token_id] * num_embeddings(vision, size), after], "\n\n")
 
 
+def _gemma4(vision: VisionSpec, size: Size) -> ImageTokens:
+    before, after = vision.boundary_ids
+    return ImageTokens("", [before, *[vision.token_id] * num_embeddings(vision, size), after], "")
+
+
 def _in_a_row(vision: VisionSpec, size: Size) -> ImageTokens:
     return ImageTokens("", [vision.token_id] * num_embeddings(vision, size), "")
 
@@ -85,6 +90,7 @@ def _mistral3(vision: VisionSpec, size: Size) -> ImageTokens:
 
 PROMPT_FAMILIES: Mapping[str, PromptFamily] = {
     "gemma3": PromptFamily(lambda vision: vision.boundary_ids[0], _gemma3),
+    "gemma4": PromptFamily(lambda vision: vision.token_id, _gemma4),
     "mistral3": PromptFamily(
         lambda vision: vision.token_id,
         _mistral3,

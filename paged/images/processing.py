@@ -57,8 +57,8 @@ def _table(spec: ProcessingSpec) -> NDArray[np.float32]:
     values = numbers.astype(np.float32)
     if spec.scale is not None:
         values = (numbers.astype(np.float64) * spec.scale).astype(np.float32)
-    if spec.mean is None or spec.std is None:
-        return np.stack([values] * 3)
-    mean, std = (np.array(each, np.float32)[:, None] for each in (spec.mean, spec.std))
-    scaled: NDArray[np.float32] = (values - mean) / std
-    return scaled
+    made: NDArray[np.float32] = np.stack([values] * 3)
+    if spec.mean is not None and spec.std is not None:
+        mean, std = (np.array(each, np.float32)[:, None] for each in (spec.mean, spec.std))
+        made = (made - mean) / std
+    return np.float32(2) * (made - np.float32(0.5)) if spec.is_centred else made

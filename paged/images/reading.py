@@ -24,6 +24,7 @@ OLD_FILE = "processor_config.json"  # transformers 5 writes both in one file
 NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)  # Pillow's filters
 _FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 MAX_SIZE = 16384
+GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # of an image at most, as in transformers
 # Keys that say what wrote the file, or how a batch is laid out, and change no pixel.
 NEUTRAL_KEYS = (
     *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "_name_or_path"),
@@ -178,6 +179,31 @@ def _two_sides(size: Any, keys: tuple[str, str]) -> tuple[int, int]:
     return first, second
 
 
+def _gemma4(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:  # noqa: ARG001
+    parts = vision.projector.side
+    if not vision.tower.num_layers:  # without an encoder, what the processor calls a patch is a part of one
+        name = "pooling_kernel_size"
+        parts = check_int(CheckpointError, name, given[name], 1, vision.square)
+    sizes = {"pooling_kernel_size": parts, "patch_size": vision.square // parts}
+    for name, own in sizes.items():
+        if given[name] != own:
+            raise CheckpointError(
+                f"{name} {shown(given[name])} contradicts config.json, whose tower has {own}"
+            )
+    name = "max_soft_tokens"
+    most = check_int(CheckpointError, name, given[name], 1, max(GEMMA4_TOKENS))
+    if most not in GEMMA4_TOKENS:
+        raise CheckpointError(f"{name} must be one of {', '.join(map(str, GEMMA4_TOKENS))}, got {most}")
+    assert vision.tower.axes is not None, "places are of columns and rows"
+    if most * vision.projector.side > vision.tower.axes.num_places:
+        raise CheckpointError(
+            f"{name} {most} may be {most * vision.projector.side} patches in a row, but config.json has "
+            f"places for {vision.tower.axes.num_places}"
+        )
+    is_centred = vision.tower.num_layers > 0
+    return ProcessingSpec(rule="tokens", sizes=(most,), is_centred=is_centred, **_shared(given))
+
+
 def _mistral3(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
     for name, wanted in (
         ("patch_size", vision.tower.patch_size),
@@ -252,6 +278,18 @@ _QWEN3_VL: Config = {
     "temporal_patch_size": 2,
 }
 _AREAS = ("size", "min_pixels", "max_pixels", "patch_size", "merge_size", "temporal_patch_size")
+_GEMMA4: Config = {
+    "do_resize": True,
+    "resample": BICUBIC,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": False,
+    "image_mean": [0.0, 0.0, 0.0],
+    "image_std": [1.0, 1.0, 1.0],
+    "patch_size": 16,
+    "max_soft_tokens": 280,
+    "pooling_kernel_size": 3,
+}
 _GEMMA3: Config = {
     "do_resize": True,
     "size": {"height": 224, "width": 224},
@@ -270,6 +308,12 @@ _PAN_AND_SCAN = (
 # By family: what reads its keys, the keys of its own, and transformers' defaults.
 PROCESSINGS: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
     "gemma3": (_gemma3, ("size", "image_seq_length", *_PAN_AND_SCAN), _GEMMA3),
+    # image_seq_length changes nothing: the number of an image's tokens follows from its size.
+    "gemma4": (
+        _gemma4,
+        ("patch_size", "max_soft_tokens", "pooling_kernel_size", "image_seq_length"),
+        _GEMMA4,
+    ),
     "mistral3": (_mistral3, ("size", "patch_size", "spatial_merge_size"), _MISTRAL3),
     "qwen3_vl": (_qwen3_vl, _AREAS, _QWEN3_VL),
 }

@@ -45,6 +45,8 @@ class Resizing(NamedTuple):
             return Size(*self.sizes)
         if self.rule == "longest_edge":
             return self._within(size, Size(*self.sizes))
+        if self.rule == "tokens":
+            return self._of_tokens(size, *self.sizes)
         return self._of_area(size, *self.sizes)
 
     def _within(self, size: Size, most: Size) -> Size:
@@ -77,6 +79,17 @@ class Resizing(NamedTuple):
             grow = math.sqrt(least / (height * width))
             return Size(*(math.ceil(side * grow / square) * square for side in size))
         return whole
+
+    def _of_tokens(self, size: Size, most: int) -> Size:
+        """Return the largest size of at most so many whole squares; the proportions stay as they are."""
+        square = self.square
+        factor = math.sqrt(most * square**2 / (size.height * size.width))
+        height, width = (math.floor(factor * side / square) for side in size)
+        if height == 0:
+            return Size(square, min(size.width // size.height, most) * square)
+        if width == 0:
+            return Size(min(size.height // size.width, most) * square, square)
+        return Size(height * square, width * square)
 
     def apply(self, image: Image.Image) -> Pixels:
         """Resize an image in RGB. Raises RequestError for an image that is too narrow."""

@@ -313,7 +313,11 @@ class Decoder(nn.Module):
                 residual.index_copy_(0, *batch.given)
             inputs = None
             if self.inputs is not None:
-                inputs = self.inputs(batch.token_ids, residual, batch.adapters)
+                token_ids = batch.token_ids
+                if batch.given is not None:
+                    assert self.config.vision is not None, "embeddings are given of images"
+                    token_ids = token_ids.index_fill(0, batch.given[0], self.config.vision.padding_id)
+                inputs = self.inputs(token_ids, residual, batch.adapters)
             stream = Stream(residual, None, inputs)
         angles = [rotary(batch) for rotary in self.rotary]
         rows = TokenRows(angles, stream.inputs, batch.real_count, batch.adapters)

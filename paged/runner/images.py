@@ -14,13 +14,14 @@ from torch import Tensor
 from ..device.transfers import Sent, Upload
 from ..images.processing import patches_of
 from ..model.batch import Batch
-from ..model.towers.vit import Grid, Vit
+from ..model.towers.patches import Grid
+from ..model.towers.vit import TowerRun, Vit
 from ..requests.request import PromptImage
+from ..scheduler.towers import TowerSteps, TowerWork
 from .image_rows import ImageRows
 from .plan import ComputedPart
 
 MOST_PATCHES = 8192  # at once, but for an image that has more
-MOST_BYTES_ON_GPU = 256 * 2**20
 
 
 class _Step(NamedTuple):
@@ -35,17 +36,71 @@ class _Step(NamedTuple):
 class Images:
     """Computes the embeddings of images, and caches the most recently used ones by the sha256 of the image.
 
-    most_bytes: the size of the cache. A GPU caches at most MOST_BYTES_ON_GPU.
+    Embeddings that requests wait for are held in any case: the scheduler says when they are released.
+
+    most_bytes: the size of the cache.
     """
 
     def __init__(self, tower: Vit, device: torch.device, dtype: torch.dtype, most_bytes: int) -> None:
         self._tower = tower
         self._device = device
         self._dtype = dtype
-        self._most_bytes = min(most_bytes, MOST_BYTES_ON_GPU) if device.type == "cuda" else most_bytes
+        self._most_bytes = most_bytes
         self._kept = OrderedDict[bytes, Tensor]()  # the one used last at the end
         self._num_bytes = 0
+        self._held = dict[bytes, Tensor]()  # as long as requests wait for them
+        self._runs = dict[bytes, TowerRun]()  # of images that are through some of the layers
         self.num_computed = 0  # images that the tower has seen
+        self.num_parts = 0  # steps that took an image through some of the layers
+
+    def work(self, steps: TowerSteps) -> None:
+        """Take images through some layers, or through all at once. Hold the embeddings that this makes."""
+        for sha256, is_needed in steps.moves:
+            if is_needed:
+                self._hold(sha256)
+            else:
+                self._release(sha256)
+        whole = list[PromptImage]()
+        for work in steps.work:
+            image = work.image
+            if image.sha256 in self._held or self._hold(image.sha256):
+                continue
+            if work.is_last and not work.first_layer:
+                whole.append(image)
+            else:
+                self._work_on(work)
+        if whole:
+            self._held |= self._computed(whole)
+
+    def _hold(self, sha256: bytes) -> bool:
+        """Hold embeddings that are kept; return whether they are."""
+        kept = self._kept.pop(sha256, None)
+        if kept is not None:
+            self._num_bytes -= kept.nbytes
+            self._held[sha256] = kept
+        return kept is not None
+
+    def _release(self, sha256: bytes) -> None:
+        """Keep embeddings that are held, and give up an image that is through some layers alone."""
+        self._runs.pop(sha256, None)
+        held = self._held.pop(sha256, None)
+        if held is not None:
+            self._keep(sha256, held)
+
+    def _work_on(self, work: TowerWork) -> None:
+        """Take one image through some layers. What an earlier step has not done is done before."""
+        image = work.image
+        run = self._runs.pop(image.sha256, None)  # lost if a layer raises, as the residual may be written
+        if run is None or run.num_layers != work.first_layer:
+            run = self._tower.begin(*self._patches([image]))
+            self._tower.advance(run, work.first_layer)
+        self._tower.advance(run, work.num_layers)
+        self.num_parts += 1
+        if not work.is_last:
+            self._runs[image.sha256] = run
+            return
+        self._held[image.sha256] = self._tower.finish(run)
+        self.num_computed += 1
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
         """Add the numbers that the embeddings of a step need to the upload. Pixels are sent separately."""
@@ -75,12 +130,17 @@ class Images:
     def _embeddings(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         """Return the embeddings of images by their sha256. What is not kept is computed."""
         by_sha = {image.sha256: image for image in images}
-        missing = [image for sha256, image in by_sha.items() if sha256 not in self._kept]
-        found = {sha256: self._kept[sha256] for sha256 in by_sha if sha256 in self._kept}
-        for sha256 in found:
-            self._kept.move_to_end(sha256)
+        found = {sha256: self._held[sha256] for sha256 in by_sha if sha256 in self._held}
+        for sha256 in by_sha:
+            if sha256 not in found and sha256 in self._kept:
+                found[sha256] = self._kept[sha256]
+                self._kept.move_to_end(sha256)
+        missing = [image for sha256, image in by_sha.items() if sha256 not in found]
         if missing:
-            found |= self._computed(missing)
+            computed = self._computed(missing)
+            for sha256, own in computed.items():
+                self._keep(sha256, own)
+            found |= computed
         return found
 
     def rehearse(self) -> None:
@@ -94,7 +154,7 @@ class Images:
         del kept
 
     def _computed(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
-        """Compute the embeddings of images, and keep them. Large ones are computed one by one."""
+        """Compute the embeddings of images. Large ones are computed one by one."""
         found = dict[bytes, Tensor]()
         some = list[PromptImage]()
         num_patches = 0
@@ -109,27 +169,28 @@ class Images:
         return found | self._computed_at_once(some)
 
     def _computed_at_once(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
-        size = self._tower.spec.patch_size
         square = self._tower.vision.square
+        counts = [image.height // square * (image.width // square) for image in images]
+        made = self._tower(*self._patches(images))
+        self.num_computed += len(images)
+        parts = torch.split(made, counts)
+        return {image.sha256: own.clone() for image, own in zip(images, parts, strict=True)}
+
+    def _patches(self, images: Sequence[PromptImage]) -> tuple[Tensor, list[Grid]]:
+        """Return the patches of images on the device, and the images' sizes in patches."""
+        size = self._tower.spec.patch_size
         vision = self._tower.vision
         patches = [
             torch.from_numpy(patches_of(vision, image.height, image.width, image.pixels)) for image in images
         ]
         grids = [Grid(image.height // size, image.width // size) for image in images]
-        counts = [image.height // square * (image.width // square) for image in images]
-        pixels = torch.cat(patches).to(self._dtype).to(self._device)
-        made = self._tower(pixels, grids)
-        self.num_computed += len(images)
-        found = {image.sha256: own for image, own in zip(images, torch.split(made, counts), strict=True)}
-        for sha256, own in found.items():
-            self._keep(sha256, own)
-        return found
+        return torch.cat(patches).to(self._dtype).to(self._device), grids
 
     def _keep(self, sha256: bytes, embeddings: Tensor) -> None:
         """Keep embeddings, and give up those that were not used for the longest time."""
-        own = embeddings.clone() if embeddings.untyped_storage().nbytes() > embeddings.nbytes else embeddings
-        self._kept[sha256] = own
-        self._num_bytes += own.nbytes
+        self._num_bytes += embeddings.nbytes - (0 if sha256 not in self._kept else self._kept[sha256].nbytes)
+        self._kept[sha256] = embeddings
+        self._kept.move_to_end(sha256)
         while self._num_bytes > self._most_bytes:
             _, gone = self._kept.popitem(last=False)
             self._num_bytes -= gone.nbytes

@@ -114,7 +114,7 @@ def needs_of(sizes: Sizes, config: ModelConfig, loader: Loader) -> Needs:
         dtype=getattr(torch, sizes.dtype),
         cache_dtype=getattr(torch, sizes.kv_dtype),
         head_dims=frozenset((shape.key_dim, shape.value_dim) for shape in config.kv_shapes.values()),
-        tower_head_dim=None if config.vision is None else config.vision.tower.head_dim,
+        tower_head_dim=None if config.vision is None else config.vision.tower.attended_head_dim,
         quantization=sizes.config.quantization,
         has_codes=bool(loader.recognizers),
     )
@@ -250,8 +250,9 @@ def _progress() -> Any:
 def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
     """Raise ConfigError unless the kernels support this model's attention on this device."""
     head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
-    if sizes.model.vision is not None:
-        head_dims.add(sizes.model.vision.tower.head_dim)
+    vision = sizes.model.vision
+    if vision is not None and vision.tower.attended_head_dim is not None:
+        head_dims.add(vision.tower.attended_head_dim)
     check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 

@@ -97,7 +97,7 @@ class ModelRunner(PartRunner):
 
         tower = self.model.tower
         assert tower is not None, "a prompt with images was accepted by a model without a tower"
-        return Images(tower, self.device, self.dtype, int(self.config.mm_processor_cache_gb * 2**30))
+        return Images(tower, self.device, self.dtype, self.sizes.image_cache_bytes)
 
     def describe(self) -> str:
         """Describe dtype, device, threads and attention backend in one phrase."""
@@ -189,6 +189,8 @@ class ModelRunner(PartRunner):
 
     def _run(self, plan: StepPlan, rows: Sequence[SamplingSeat | DraftRow]) -> Pending:
         computed = plan.computed
+        if computed.towers is not None:
+            self.images.work(computed.towers)
         upload = self.transfers.new_upload()
         download = self.transfers.new_download()
         moves = self.send_moves(computed, upload)

@@ -13,6 +13,7 @@ from ..scheduler.schedule import AskedRows, ReportParams, Schedule
 
 if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec
+    from ..scheduler.towers import TowerSteps
     from .image_rows import ImageRows, SeenImages
 
 IN_SEAT = -1  # as number of tokens to send, and as last token: the seat has it
@@ -60,6 +61,7 @@ class ComputedPart:
     rope_offsets: how much the rotation of each row's tokens differs from their positions; None if none does.
     grid_positions: the time, row and column that each token is rotated by, [3, num_tokens]; None: all are one
         number.
+    towers: what the vision tower does before the step. It is not written as bytes.
     adapters: the slot of each row's LoRA adapter, -1 for a row without; empty if no row has one.
     adapter_loads: pairs of an adapter and the slot that it is copied into before the step.
     """
@@ -87,6 +89,7 @@ class ComputedPart:
     last_keys: array[int] | None = None
     rope_offsets: list[int] | None = None
     grid_positions: array[int] | None = None
+    towers: TowerSteps | None = None
     adapters: Sequence[int] = ()
     adapter_loads: Sequence[tuple[int, int]] = ()
 
@@ -205,6 +208,7 @@ class Planner:
             sampled=schedule.sampled,
             sampled_seats=schedule.sampled_seats,
             asked=asked,
+            towers=schedule.towers,
         )
         if schedule.drafts:
             _draw_after_drafts(schedule, computed)

@@ -33,6 +33,7 @@ TMA_TARGETS = ("sm_90", "sm_100", "sm_103")
 TMA_HEAD_DIMS = (128, 256)
 # Defaults by device: the token budget of a step, and host memory for swapping in GiB.
 STEP_TOKENS = {"cuda": 8192, "cpu": 512}
+MOST_IMAGE_BYTES = {"cuda": 256 * 2**20}  # of embeddings that are kept; elsewhere as many as the options say
 SWAP_SPACE = {"cuda": 4.0, "cpu": 0.0}
 # Under a sliding window, sequences may be far longer than the KV cache. Beyond this, each step computes
 # cos and sin of its positions. Room for Gemma 4 with 256K positions.
@@ -151,8 +152,14 @@ class Sizes:
         vision = self.model.vision
         if vision is None or not vision.sees_itself:
             return 0
-        assert vision.tokens_per_image is not None, "tokens that see each other are of a known number"
-        return vision.tokens_per_image
+        assert vision.most_tokens is not None, "tokens that see each other are of a known number"
+        return vision.most_tokens
+
+    @property
+    def image_cache_bytes(self) -> int:
+        """The memory for embeddings of images that later prompts may have."""
+        num_bytes = int(self.config.mm_processor_cache_gb * GIB)
+        return min(num_bytes, MOST_IMAGE_BYTES.get(self.device, num_bytes))
 
     @property
     def max_step_tokens(self) -> int:
@@ -436,6 +443,11 @@ class Sizes:
             clock=clock,
         )
         scheduler.max_queued_tokens = config.max_queued_tokens
+        if self.model.vision is not None:
+            from ..scheduler.towers import TowerQueue, costs_of
+
+            costs = costs_of(self.model, ELEMENT_BYTES[self.dtype])
+            scheduler.towers = TowerQueue(costs, self.image_cache_bytes)
         if runs_ahead:
             scheduler.run_ahead()
         else:

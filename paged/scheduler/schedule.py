@@ -12,6 +12,7 @@ from ..requests.request import ErrorKind, Request
 
 if TYPE_CHECKING:
     from ..requests.prompt_report import TokenLogprobs
+    from .towers import TowerSteps
 
 
 class AskedRows(NamedTuple):
@@ -105,6 +106,8 @@ class Schedule:
     # The slot of each request's adapter, or none if no request has one; then adapters and the slots that they
     # are copied into before the step. None: the engine has no slots.
     adapters: tuple[Sequence[int], list[tuple[int, int]]] | None = None
+    # What the vision tower does in this step; None: nothing.
+    towers: TowerSteps | None = None
     num_tokens: int = 0
     num_decode_tokens: int = 0
     drafts: list[list[int]] = field(default_factory=list)
@@ -204,7 +207,7 @@ class Schedule:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.requests or self.swap_out)
+        return not (self.requests or self.swap_out or (self.towers and self.towers.work))
 
 
 @dataclass(slots=True)

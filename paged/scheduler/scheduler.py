@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .policies import Fair
     from .runs import Runs
     from .state_moves import StateMoves
+    from .towers import TowerQueue
 
 NO_ERRORS: Mapping[int, RowError] = MappingProxyType({})
 NO_RUNS: Mapping[int, Sequence[int]] = MappingProxyType({})
@@ -118,6 +119,8 @@ class Scheduler:
         self.ahead: StepsAhead | None = None
         # The most tokens of waiting requests, unless there is one alone. None sets no limit.
         self.max_queued_tokens: int | None = None
+        # What the images of prompts wait for; None: the model sees none. See `see_images`.
+        self.towers: TowerQueue | None = None
         self._num_kept_tokens = 0  # of the next step's budget, for tokens that are computed in one step
         # Ends the output of a request whose newest token, of a run, completes a stop string.
         self.end_at_stop_string: Callable[[Request], None] | None = None
@@ -217,6 +220,9 @@ class Scheduler:
     def _choose_requests(self, schedule: Schedule) -> None:
         """Choose who computes how many tokens, and allocate their blocks."""
         num_preempted = schedule.num_preempted
+        if self.towers is not None:
+            head = self._queue.peek()
+            self.towers.begin_step([*self.running, *([] if head is None else [head])])
         unfinished = self._schedule_prompts(self._schedule_decodes(schedule), schedule)
         # A request that was just preempted for want of blocks waits for the next step.
         is_short = schedule.num_preempted != num_preempted
@@ -226,6 +232,8 @@ class Scheduler:
         if self.drafts is not None and schedule.num_decode_tokens and not schedule.num_preempted:
             budget = self._budget_left(schedule)
             self.drafts.extend(schedule, self.block_manager, budget, self.max_chunk, self._num_spare_blocks)
+        if self.towers is not None:
+            schedule.towers = self.towers.take(is_alone=schedule.is_empty)
 
     def _let_others_pass(self) -> None:
         """Set the requests at the head of the queue aside whose adapters have no slot."""
@@ -328,7 +336,9 @@ class Scheduler:
                 continue
             missing = request.num_tokens - request.num_computed_tokens
             num_new = min(missing, self._running.most_new(request), self._budget_left(schedule))
-            if request.inputs.uncut:
+            if request.inputs.images:
+                num_new = self._seen(request, request.num_computed_tokens, num_new, schedule)
+            if request.inputs.uncut and num_new:
                 start = request.num_computed_tokens
                 num_new = self._without_cut(request, start, num_new, self._budget_left(schedule))
             end = request.num_computed_tokens + num_new
@@ -342,6 +352,12 @@ class Scheduler:
                     continue
             unfinished.append(request)
         return unfinished
+
+    def _seen(self, request: Request, start: int, num_new: int, schedule: Schedule) -> int:
+        """Return how many of the next tokens a request computes, whose images must be seen before."""
+        assert self.towers is not None, "a request with images of a model that sees none"
+        budget = self.max_num_batched_tokens - schedule.num_tokens
+        return self.towers.most_new(request, start, num_new, budget)
 
     def _without_cut(self, request: Request, start: int, num_new: int, budget: int) -> int:
         """Return how many tokens from `start` on a request computes so that none are cut that must not be.
@@ -386,10 +402,12 @@ class Scheduler:
         request, need, num_new = found
         seq = request.blocks
         start = need.num_computed_tokens
-        if request.inputs.uncut:
-            num_new = self._without_cut(request, start, num_new, room.num_tokens)
-            if not num_new:
-                return None
+        if request.inputs.images:
+            num_new = self._seen(request, start, num_new, schedule)
+        if request.inputs.uncut and num_new:
+            num_new = self._without_cut(request, start, num_new, self._budget_left(schedule))
+        if not num_new:
+            return None
         if need.hits is not None:
             manager.start(seq, need.hits)
         elif not manager.swap_in(seq, start, schedule.swap_in):
@@ -437,7 +455,9 @@ class Scheduler:
         return self.block_manager.pool.num_available - kept - sum(map(self._running.missing_blocks, begun))
 
     def _budget_left(self, schedule: Schedule) -> int:
-        return self.max_num_batched_tokens - schedule.num_tokens
+        """Return how many tokens the step can still have, beside what it does for images."""
+        left = self.max_num_batched_tokens - schedule.num_tokens
+        return left if self.towers is None else self.towers.beside(left)
 
     def update(
         self,
@@ -537,6 +557,8 @@ class Scheduler:
             self._running.end_step()
         if self.ahead is not None:
             self.ahead.cancel()
+        if self.towers is not None:
+            self.towers.forget()
         self.preemption.requeue_grown_long()
         # Each goes to the front of its queue, so the first is pushed last.
         for request in reversed(self._running.remove_all()):
@@ -729,6 +751,8 @@ class Scheduler:
         manager.check()
         self._running.check()
         self._queue.check()
+        if self.towers is not None:
+            self.towers.check()
         # No enum is looked up in the loop: the simulation does this after every step.
         for request in self.waiting():
             num_waiting += 1

@@ -11,6 +11,7 @@ import pytest
 from paged.blocks import content_chain
 from paged.blocks.content_chain import Content, ContentChain, numbers_of
 from paged.blocks.manager import BlockManager
+from paged.blocks.prefix_chain import sha256_block
 from paged.scheduler.uncut import num_needed, num_uncut
 
 BLOCK = 4
@@ -82,15 +83,21 @@ def test_a_hit_never_comes_from_other_contents():
     assert check_conversations(0, 2000) > 2000
 
 
-@pytest.mark.parametrize("kind", ["numbers", "digests", "both"])
+@pytest.mark.parametrize("kind", ["numbers", "digests", "both", "of contents"])
 def test_collisions_that_are_made_do_not_hit(kind, monkeypatch):
-    """Of the 31 bits of every place, or of all digests: either is not enough, nor are both."""
+    """Of the 31 bits of every place, or of all digests: either is not enough, nor are both.
+
+    In the last case, prompts collide that differ in their images alone.
+    """
     if kind != "digests":
         monkeypatch.setattr(
             content_chain, "numbers_of", lambda content: numbers_of(content._replace(sha256=b""))
         )
     hash_block = None if kind == "numbers" else (lambda _, tokens: bytes([len(tokens) % 2]) * 32)
-    check_conversations(1, 400, hash_block)
+    if kind != "of contents":
+        check_conversations(1, 400, hash_block)
+        return
+    check_conversations(1, 1000, lambda previous, data: sha256_block(previous, data[: 4 * BLOCK]))
 
 
 def test_forks_and_later_tokens_go_on():

@@ -519,7 +519,8 @@ HYBRIDS = (
 _WHOLE = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 
 
-def _gemma4(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
+def gemma4_config(text: str, whole: type[PreTrainedConfig], **parts: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a config of a whole Gemma 4 around one of CONFIGS."""
     tokens = (
         "image_token_id",
         "boi_token_id",
@@ -572,7 +573,7 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         boi_token_index=IMAGE - 1,
         eoi_token_index=IMAGE - 2,
     ),
-    "gemma4-vision": lambda: _gemma4(
+    "gemma4-vision": lambda: gemma4_config(
         "gemma4",
         Gemma4Config,
         vision_config=Gemma4VisionConfig(
@@ -585,7 +586,7 @@ MULTIMODAL_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             position_embedding_size=16,
         ),
     ),
-    "gemma4-unified-vision": lambda: _gemma4("gemma4-unified", Gemma4UnifiedConfig),
+    "gemma4-unified-vision": lambda: gemma4_config("gemma4-unified", Gemma4UnifiedConfig),
     "mistral-vision": lambda: _mistral3("mistral"),
     "ministral3-vision": lambda: _mistral3("ministral3"),
     "qwen2_5_vl": lambda: _qwen_vl(

@@ -26,18 +26,27 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import (
     Gemma3Config,
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedVisionConfig,
+    Gemma4VisionConfig,
     Mistral3Config,
     PixtralVisionConfig,
     PreTrainedConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SiglipVisionConfig,
 )
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, random_model
+from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, gemma4_config, random_model
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,74 @@ def _written_gemma3(processed: dict[str, Tensor], i: int) -> str:
     return processor.replace_image_token(processed, i)
 
 
+def _gemma4(text: str, **vision: Any) -> PreTrainedConfig:
+    return gemma4_config(
+        text,
+        Gemma4Config,
+        vision_config=Gemma4VisionConfig(
+            hidden_size=40,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            patch_size=4,
+            pooling_kernel_size=3,
+            position_embedding_size=210,
+            **vision,
+        ),
+    )
+
+
+def _masks_of_12b(block_sequence_ids: Tensor | None = None, **others: Any) -> Any:
+    """Make the masks as in the other models of Gemma 4, and as in Google's code and in vLLM.
+
+    Where it generates, transformers lets tokens of an image see later ones in layers without a window, too,
+    although the module has a function that does not.
+    """
+    if block_sequence_ids is None:
+        return create_masks_for_generate(**others)
+    make = modeling_gemma4_unified.create_masks_for_vision_model
+    return make(block_sequence_ids=block_sequence_ids, **others)
+
+
+modeling_gemma4_unified.create_masks_for_generate = _masks_of_12b
+
+
+def _gemma4_unified() -> PreTrainedConfig:
+    vision = Gemma4UnifiedVisionConfig(
+        patch_size=4, pooling_kernel_size=3, mm_embed_dim=40, mm_posemb_size=80, output_proj_dims=40
+    )
+    config = gemma4_config("gemma4-unified", Gemma4UnifiedConfig, vision_config=vision)
+    config.text_config.use_bidirectional_attention = "vision"
+    return config
+
+
+def _of_gemma4(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    known = {name: processed[name] for name in ("pixel_values", "image_position_ids")}
+    return {**known, "mm_token_type_ids": (token_ids == IMAGE).int()}
+
+
+def _written_gemma4(processed: dict[str, Tensor], i: int) -> str:
+    tokens = SimpleNamespace(boi_token="<|image>", eoi_token="<image|>", image_token="<|image|>")
+    return Gemma4Processor.replace_image_token(tokens, processed, i)
+
+
+def _gemma4_family(config: Callable[[], PreTrainedConfig], **overridden: Any) -> Family:
+    return Family(
+        config,
+        {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+        Gemma4ImageProcessorPil,
+        IMAGE,
+        IMAGE,
+        _of_gemma4,
+        {IMAGE: "<|image|>", IMAGE - 1: "<|image>", IMAGE - 2: "<image|>"},
+        "<|image|>",
+        _written_gemma4,
+        overridden,
+    )
+
+
 def _mistral3(text: str) -> PreTrainedConfig:
     vision = PixtralVisionConfig(
         hidden_size=64,
@@ -162,8 +239,8 @@ def _pixtral(text: str) -> Family:
     )
 
 
-def _qwen3_vl() -> PreTrainedConfig:
-    text = CONFIGS["qwen3"]().to_dict()
+def _qwen3_vl(text_name: str, whole: type[PreTrainedConfig]) -> PreTrainedConfig:
+    text = CONFIGS[text_name]().to_dict()
     dropped = ("model_type", "rope_parameters", "layer_types")
     text = {key: value for key, value in text.items() if key not in dropped} | {"num_hidden_layers": 4}
     vision = {
@@ -180,7 +257,7 @@ def _qwen3_vl() -> PreTrainedConfig:
     }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return Qwen3VLConfig(
+    return whole(
         text_config={**text, "rope_parameters": rope},
         vision_config=vision,
         **{name: IMAGE - i for i, name in enumerate(tokens)},
@@ -197,6 +274,20 @@ def _written_qwen3_vl(processed: dict[str, Tensor], i: int) -> str:
     return "<|image_pad|>" * (int(processed["image_grid_thw"][i].prod()) // 4)
 
 
+def _qwen3_vl_family(text: str, whole: type[PreTrainedConfig]) -> Family:
+    return Family(
+        lambda: _qwen3_vl(text, whole),
+        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
+        Qwen2VLImageProcessorPil,
+        IMAGE,
+        IMAGE,
+        _of_qwen3_vl,
+        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        _written_qwen3_vl,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         _gemma3,
@@ -209,19 +300,14 @@ FAMILIES: dict[str, Family] = {
         "<start_of_image>",
         _written_gemma3,
     ),
+    # As E2B; as 31B, whose images' tokens see each other; and 12B, whose processor merges the patches.
+    "gemma4": _gemma4_family(lambda: _gemma4("gemma4", use_clipped_linears=True)),
+    "gemma4_large": _gemma4_family(lambda: _gemma4("gemma4-keys-as-values", standardize=True)),
+    "gemma4_unified": _gemma4_family(_gemma4_unified, patch_size=12, pooling_kernel_size=1),
     "mistral3": _pixtral("mistral"),
     "ministral3": _pixtral("ministral3"),
-    "qwen3_vl": Family(
-        _qwen3_vl,
-        {"size": {"shortest_edge": 300, "longest_edge": 2000}, "patch_size": 4},
-        Qwen2VLImageProcessorPil,
-        IMAGE,
-        IMAGE,
-        _of_qwen3_vl,
-        {IMAGE: "<|image_pad|>", IMAGE - 2: "<|vision_start|>", IMAGE - 3: "<|vision_end|>"},
-        "<|vision_start|><|image_pad|><|vision_end|>",
-        _written_qwen3_vl,
-    ),
+    "qwen3_vl": _qwen3_vl_family("qwen3", Qwen3VLConfig),
+    "qwen3_vl_moe": _qwen3_vl_family("qwen3_moe", Qwen3VLMoeConfig),
 }
 
 
@@ -242,6 +328,15 @@ def seeing(name: str) -> Path:
                 parameter.mul_(math.sqrt(parameter.shape[1] / parameter.shape[0]))
             elif "patch" in part and parameter.dim() == 4:
                 parameter.div_(math.sqrt(parameter[0, 0].numel()))
+            elif part.endswith("position_embedding_table"):
+                parameter.mul_(math.sqrt(parameter.shape[1]))
+        generator = torch.Generator().manual_seed(0)
+        for part, buffer in model.named_buffers():
+            if part.endswith(("put_min", "put_max")):
+                bound = torch.rand((), generator=generator) + 0.7
+                buffer.copy_(bound if part.endswith("max") else -bound)
+            elif part.endswith(("std_bias", "std_scale")):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
     model.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(family.processor))
     _write_tokenizer(directory, family)
@@ -322,6 +417,11 @@ class SeeingReference:
     def patches(self, image: Image.Image) -> Any:
         """Return the patches of an image as a convolution takes them: f32[num_patches, numbers]."""
         pixels = self.processed([image])["pixel_values"]
+        if "image_position_ids" in self.processed([image]):  # row by row, of pixels, and then padding
+            is_real = self.processed([image])["image_position_ids"][0, :, 0] >= 0
+            patches = pixels[0, is_real].unflatten(1, (-1, 3)).transpose(1, 2).flatten(1)
+            has_encoder = hasattr(self.model.config.vision_config, "num_hidden_layers")
+            return (2 * (patches - 0.5) if has_encoder else patches).numpy()
         if "image_grid_thw" in self.processed([image]):  # patches already, square by square, of two frames
             _, rows, columns = self.processed([image])["image_grid_thw"][0].tolist()
             frames = pixels.view(rows * columns, 3, 2, -1)

@@ -11,7 +11,17 @@ from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_bool, check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import NormSpec
-from ..towers import AxialRope, MergeSpec, PoolSpec, StackSpec, TowerNames, TowerSpec, VisionSpec
+from ..towers import (
+    AxialRope,
+    AxisTable,
+    EmbedSpec,
+    MergeSpec,
+    PoolSpec,
+    StackSpec,
+    TowerNames,
+    TowerSpec,
+    VisionSpec,
+)
 from .reading import CEILINGS, Config, activation_of
 
 VISION = "vision."  # how the names of a tower's tensors begin in the decoder's terms
@@ -44,14 +54,22 @@ _SIGLIP_NAMES = TowerNames(
 )
 
 
-def _with_tower(text: TensorNames, towers: tuple[str, ...], skipped: tuple[str, ...] = ()) -> TensorNames:
+_LLAVA_PROJECTORS = dict.fromkeys(("multi_modal_projector.", "model.multi_modal_projector."), PROJECTOR)
+
+
+def _with_tower(
+    text: TensorNames,
+    towers: tuple[str, ...],
+    skipped: tuple[str, ...] = (),
+    projectors: Mapping[str, str] = _LLAVA_PROJECTORS,
+) -> TensorNames:
     """Return the names of the tensors of text and tower together.
 
     towers: the prefixes of the tower's tensors in checkpoints, the longest first.
     skipped: names of a part of the tower that is not loaded.
+    projectors: prefixes of the projector's tensors, and what these are in the decoder's terms.
     """
-    projectors = ("multi_modal_projector.", "model.multi_modal_projector.")
-    read = {**dict.fromkeys(towers, VISION), **dict.fromkeys(projectors, PROJECTOR)}
+    read = {**projectors, **dict.fromkeys(towers, VISION)}
     left = tuple(each for each in text.skipped_prefixes if each not in read)
     more = tuple(tower + each for tower in towers for each in skipped)
     return replace(text, prefixes=(*read.items(), *text.prefixes), skipped_prefixes=left + more)
@@ -65,7 +83,7 @@ def _tower_sizes(vision: Config) -> dict[str, Any]:
     """Read the sizes that all towers have. Raises CheckpointError for those that contradict each other."""
     hidden = _size(vision, "hidden_size")
     num_heads = _size(vision, "num_attention_heads")
-    if hidden % (2 * num_heads):
+    if hidden % (2 * num_heads) and vision.get("head_dim") is None:
         raise CheckpointError(
             f"vision_config.hidden_size {hidden} does not divide into {num_heads} heads of even size"
         )
@@ -75,6 +93,8 @@ def _tower_sizes(vision: Config) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden // num_heads,
         "inner_size": _size(vision, "intermediate_size"),
         "num_layers": _size(vision, "num_hidden_layers"),
         "patch_size": _size(vision, "patch_size", 64),
@@ -137,6 +157,157 @@ def _gemma3(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -
             "model.vision_tower.",
         ),
         skipped=("head.",),
+    )
+
+
+_GEMMA4 = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "num_channels": 3,
+    "head_dim": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "pooling_kernel_size": 3,
+    "patch_size": 16,
+    "position_embedding_size": 10240,
+    "use_clipped_linears": False,
+    "standardize": False,
+}
+_GEMMA4_NAMES = TowerNames(
+    patch="patch_embedder.input_proj",
+    layers="encoder.layers.",
+    before_attention="input_layernorm",
+    query_key_value=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    before_mlp="pre_feedforward_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    positions="patch_embedder.position_embedding_table",
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+    linear=".linear",
+)
+
+
+def _gemma4(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> Seen:
+    _require_type(vision, "gemma4_vision")
+    vision = {**_GEMMA4, **vision}
+    sizes = _tower_sizes(vision)
+    head_dim = _size(vision, "head_dim")
+    num_kv_heads = _size(vision, "num_key_value_heads")
+    if head_dim % 4 or sizes["num_heads"] % num_kv_heads:
+        raise CheckpointError(
+            f"vision_config.head_dim {head_dim} must be a multiple of 4, and num_attention_heads "
+            f"{sizes['num_heads']} one of num_key_value_heads {num_kv_heads}"
+        )
+    if _flag(vision, "attention_bias"):
+        raise UnsupportedModelError("vision_config.attention_bias true is not supported")
+    norm = NormSpec(_eps(vision))
+    tower = TowerSpec(
+        **{**sizes, "head_dim": head_dim, "num_kv_heads": num_kv_heads},
+        names=_GEMMA4_NAMES,
+        norm=norm,
+        activation=activation_of(vision, "hidden_activation", ("gelu_tanh", "gelu")),  # type: ignore[arg-type]
+        gated=True,
+        bias=False,
+        patch_bias=False,
+        axes=AxisTable(_size(vision, "position_embedding_size", 2**20), by_axis=True),
+        rope=AxialRope(_theta(vision, 100.0), by_halves=True),
+        scale=1.0,
+        value_norm=True,
+        is_clipped=_flag(vision, "use_clipped_linears"),
+        is_flat=True,
+    )
+    side = _size(vision, "pooling_kernel_size", 16)
+    projector = EmbedSpec(side=side, norm=norm, is_standardised=_flag(vision, "standardize"))
+    projectors = {"model.embed_vision.": PROJECTOR}
+    return _seen_by_gemma4(hf, text, tower, projector), _with_tower(
+        names, ("model.vision_tower.",), projectors=projectors
+    )
+
+
+def _seen_by_gemma4(hf: Config, text: ModelConfig, tower: TowerSpec, projector: EmbedSpec) -> VisionSpec:
+    own = hf.get("text_config")
+    own = own if isinstance(own, dict) else {}
+    padding = own.get("pad_token_id")
+    return VisionSpec(
+        family="gemma4",
+        tower=tower,
+        projector=projector,
+        token_id=_token_id(hf, "image_token_id", 258880, text),
+        tokens_per_image=None,
+        sees_itself=own.get("use_bidirectional_attention") == "vision",
+        only_in_windows=True,
+        padding_id=0 if padding is None else _token_id(own, "pad_token_id", 0, text),
+        boundary_ids=(
+            _token_id(hf, "boi_token_id", 255999, text),
+            _token_id(hf, "eoi_token_id", 258882, text),
+        ),
+    )
+
+
+_GEMMA4_UNIFIED = {
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "mm_embed_dim": 3840,
+    "mm_posemb_size": 1120,
+    "rms_norm_eps": 1e-6,
+    "output_proj_dims": 3840,
+}
+_GEMMA4_UNIFIED_NAMES = TowerNames(
+    patch="patch_dense",
+    layers="",
+    before_attention="",
+    query_key_value=(),
+    output="",
+    before_mlp="",
+    gate=None,
+    up="",
+    down="",
+    positions="pos_embedding",
+    first_norm="pos_norm",
+    patch_norms=("patch_ln1", "patch_ln2"),
+)
+
+
+def _gemma4_unified(hf: Config, vision: Config, text: ModelConfig, names: TensorNames) -> Seen:
+    """Read Gemma 4 without an encoder: patches of merged squares, which a layer projects."""
+    _require_type(vision, "gemma4_unified_vision")
+    vision = {**_GEMMA4_UNIFIED, **vision}
+    hidden = _size(vision, "mm_embed_dim", CEILINGS["hidden_size"])
+    if vision["output_proj_dims"] != hidden:
+        raise CheckpointError(
+            f"vision_config.output_proj_dims {shown(vision['output_proj_dims'])} contradicts mm_embed_dim "
+            f"{hidden}"
+        )
+    tower = TowerSpec(
+        names=_GEMMA4_UNIFIED_NAMES,
+        num_layers=0,
+        hidden_size=hidden,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        inner_size=0,
+        patch_size=_size(vision, "patch_size", 64) * _size(vision, "pooling_kernel_size", 16),
+        norm=NormSpec(1e-5, subtracts_mean=True),
+        activation="gelu_tanh",
+        axes=AxisTable(_size(vision, "mm_posemb_size", 2**20), by_axis=False),
+        is_flat=True,
+    )
+    projector = EmbedSpec(side=1, norm=NormSpec(_eps(vision)), is_scaled=False)
+    projectors = {
+        "model.embed_vision.multimodal_embedder.": PROJECTOR,
+        "model.embed_vision.embedding_projection.": f"{PROJECTOR}embedding_projection.",
+    }
+    return _seen_by_gemma4(hf, text, tower, projector), _with_tower(
+        names, ("model.vision_embedder.", "model.embed_vision."), projectors=projectors
     )
 
 
@@ -303,7 +474,15 @@ def _sections(hf: Config, text: ModelConfig) -> tuple[int, int, int]:
     return given[0], given[1], given[2]
 
 
-def _theta(vision: Config) -> float:
+def _eps(vision: Config) -> float:
+    return check_number(CheckpointError, "vision_config.rms_norm_eps", vision["rms_norm_eps"], 0, 1)
+
+
+def _flag(vision: Config, name: str) -> bool:
+    return check_bool(CheckpointError, f"vision_config.{name}", vision[name])
+
+
+def _theta(vision: Config, usual: float = 1e4) -> float:
     """Return the base of a tower's rotary embedding."""
     rope = vision.get("rope_parameters")
     given = rope if isinstance(rope, dict) else vision
@@ -312,7 +491,7 @@ def _theta(vision: Config) -> float:
             f"vision_config.rope_type {shown(given['rope_type'])} is not supported; axial is"
         )
     name = "vision_config.rope_theta"
-    return check_number(CheckpointError, name, given.get("rope_theta", 1e4), 1, 1e9)
+    return check_number(CheckpointError, name, given.get("rope_theta", usual), 1, 1e9)
 
 
 def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
@@ -325,6 +504,8 @@ def _token_id(hf: Config, key: str, default: int, text: ModelConfig) -> int:
 Read = Callable[[Config, Config, ModelConfig, TensorNames], Seen]
 VISION_READERS: Mapping[str, Read] = {
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4_unified,
     "Mistral3ForConditionalGeneration": _mistral3,
     "Qwen3VLForConditionalGeneration": _qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": _qwen3_vl,
@@ -353,6 +534,8 @@ def vision_of(hf: Config, text: ModelConfig) -> Seen:
     """
     read = require_reader(text)
     vision = hf.get("vision_config")
+    if vision is None:
+        raise UnsupportedModelError("config.json has no vision_config")
     if not isinstance(vision, dict):
         raise CheckpointError(f"vision_config must be an object, got {shown(vision)}")
     if "quantization_config" in vision:

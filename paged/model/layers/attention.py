@@ -47,6 +47,9 @@ class Attention(Loadable):
         self.head_dim = shape.key_dim
         # Layers that agree in these share the plan of a step.
         self.plan_key = spec.window, [*config.kv_shapes.values()].index(whole.kv)
+        # Whether tokens of an image see later ones.
+        only_in_windows = config.vision is not None and config.vision.only_in_windows
+        self.sees_later = spec.window is not None or not only_in_windows
         self.rope = config.ropes.index((spec.rope, self.head_dim))  # whose angles it takes
         q_size = spec.num_heads * self.head_dim
         kv_size = shape.num_kv_heads * self.head_dim
@@ -191,7 +194,7 @@ class Attention(Loadable):
             sinks=self.sinks,
             key_scales=key_scales,
             value_scales=value_scales,
-            last_keys=queries.last_keys,
+            last_keys=queries.last_keys if self.sees_later else None,
         )
         inputs = (query, key_cache, value_cache, table, queries.seq_lens, queries.cu_seqlens_q, options)
         plan = queries.plans.get(key := (*self.plan_key, query.stride(0), table.shape[1]))

@@ -47,10 +47,15 @@ class RMSNorm(Loadable):
 
 
 class LayerNorm(Loadable):
-    """Normalisation to mean 0 and variance 1, see `kernels.layer_norm`."""
+    """Normalisation to mean 0 and variance 1, see `kernels.layer_norm`.
 
-    def __init__(self, size: int, eps: float, kernels: Kernels, name: str) -> None:
-        super().__init__(StoredRows({name: size}))
+    index: the order in which the entries of the stored weight and bias are read.
+    """
+
+    def __init__(
+        self, size: int, eps: float, kernels: Kernels, name: str, *, index: Tensor | None = None
+    ) -> None:
+        super().__init__(StoredRows({name: size}, index))
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps

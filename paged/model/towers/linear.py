@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoints.stored import StoredRows
 from ..layers.linear import Linear
-from ..weights.loading import Loader
+from ..weights.loading import Loadable, Loader
 
 
 class TowerLinear(Linear):
@@ -13,3 +20,63 @@ class TowerLinear(Linear):
 
     def load(self, loader: Loader) -> None:
         super().load(loader.in_floats)
+
+
+class NamelessParameter(Loadable):
+    """A parameter that is stored under the name of a module's part, without a name behind it.
+
+    shape: that of the stored tensor.
+    """
+
+    def __init__(self, name: str, *shape: int) -> None:
+        module, _, self._own = name.rpartition(".")
+        super().__init__(StoredRows({module: shape[0]}))
+        self.register_parameter(self._own, nn.Parameter(torch.empty(shape), requires_grad=False))
+
+    def take(self) -> Tensor:
+        """Return the parameter once it is loaded, and leave it to the caller."""
+        found: Tensor = getattr(self, self._own).detach()
+        delattr(self, self._own)
+        return found
+
+
+class _Bounds(Loadable):
+    """The least and largest inputs and outputs of a linear layer."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(StoredRows({name: 1}))
+        for own in ("input_min", "input_max", "output_min", "output_max"):
+            self.register_parameter(own, nn.Parameter(torch.empty(()), requires_grad=False))
+
+
+class ClippedLinears(nn.Module):
+    """Linear layers over the same inputs, with their outputs behind each other. Inputs and outputs of each are
+    clamped.
+
+    outputs: how many outputs each has, by its name, behind which `linear` stands.
+    indices: the order in which the outputs of each are read.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        linear: str,
+        indices: Sequence[Tensor | None],
+        *,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.bounds = nn.ModuleList(map(_Bounds, outputs))
+        self.linear = nn.ModuleList(
+            TowerLinear(in_features, StoredRows({name + linear: count}, index), bias=bias)
+            for (name, count), index in zip(outputs.items(), indices, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for bounds, linear in zip(self.bounds, self.linear, strict=True):
+            clamped = x.clamp(cast(Tensor, bounds.input_min), cast(Tensor, bounds.input_max))
+            out: Tensor = linear(clamped)
+            made.append(out.clamp_(cast(Tensor, bounds.output_min), cast(Tensor, bounds.output_max)))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=1)

@@ -7,29 +7,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...architectures.families.vision import PROJECTOR
-from ...architectures.towers import MergeSpec, PoolSpec, StackSpec
+from ...architectures.families.vision import PROJECTOR, VISION
+from ...architectures.towers import EmbedSpec, MergeSpec, PoolSpec, StackSpec, VisionSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.operations import Kernels
-from ..layers.norms import new_norm
+from ..layers.norms import RMSNorm, new_norm
 from ..weights.loading import Loadable, Loader
-from .linear import TowerLinear
+from .linear import NamelessParameter, TowerLinear
 
 
-class _Projection(Loadable):
+class _Projection(NamelessParameter):
     """A product whose weight is stored as [in_features, out_features], without a name of its own."""
-
-    def __init__(self, name: str, in_features: int, out_features: int) -> None:
-        module, _, self._own = name.rpartition(".")
-        super().__init__(StoredRows({module: in_features}))
-        weight = torch.empty(in_features, out_features)
-        self.register_parameter(self._own, nn.Parameter(weight, requires_grad=False))
 
     def load(self, loader: Loader) -> None:
         super().load(loader)
-        weight = getattr(self, self._own).detach()
-        self.form = loader.in_floats.forms.make(weight.t().contiguous(), "layer")
-        delattr(self, self._own)
+        self.form = loader.in_floats.forms.make(self.take().t().contiguous(), "layer")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.form(x, None)
@@ -58,6 +50,37 @@ def mean_of(patches: Tensor, count: int) -> Tensor:
     for k in range(1, count):
         total = total + groups[:, k]
     return (total * (1 / count)).to(patches.dtype)
+
+
+class _Standard(Loadable):
+    """(x - std_bias) * std_scale, in float32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(StoredRows({VISION.removesuffix("."): size}))
+        self.std_bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.std_scale = nn.Parameter(torch.empty(size), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.std_bias.float()) * self.std_scale.float()
+
+
+class Embedder(nn.Module):
+    """The mean of each square of patches, scaled, normalised and multiplied: Gemma 4's."""
+
+    def __init__(self, spec: EmbedSpec, size: int, text_size: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.num_pooled = spec.side**2
+        self.factor = size**0.5 if spec.is_scaled else 1.0
+        self.standard = _Standard(size) if spec.is_standardised else None
+        self.norm = RMSNorm(size, spec.norm.eps, kernels, name=None)
+        stored = StoredRows({f"{PROJECTOR}embedding_projection": text_size})
+        self.projection = TowerLinear(size, stored, bias=False)
+
+    def forward(self, patches: Tensor) -> Tensor:  # [num_patches, size] -> [num_embeddings, text_size]
+        made = mean_of(patches, self.num_pooled).float() * self.factor
+        if self.standard is not None:
+            made = self.standard(made)
+        return cast(Tensor, self.projection(self.norm(made.to(patches.dtype))))
 
 
 class Merger(nn.Module):
@@ -118,3 +141,19 @@ class StackedMerger(nn.Module):
         inner: Tensor = self.first(normed)
         self.kernels.gelu(inner, tanh=False)
         return cast(Tensor, self.second(inner))
+
+
+Projector = Embedder | Merger | Pooler | StackedMerger
+
+
+def new_projector(vision: VisionSpec, text_size: int, kernels: Kernels) -> Projector:
+    """Make the projector that a tower's embeddings come from."""
+    spec = vision.projector
+    size = vision.tower.hidden_size
+    if isinstance(spec, StackSpec):
+        return StackedMerger(spec, f"{VISION}merger", size, text_size, kernels)
+    if isinstance(spec, MergeSpec):
+        return Merger(spec, size, text_size, kernels)
+    if isinstance(spec, EmbedSpec):
+        return Embedder(spec, size, text_size, kernels)
+    return Pooler(spec, size, text_size, kernels)
