@@ -83,6 +83,7 @@ class TokenizeCall(TextCall):
             prompt = {"add_special_tokens": True, **self.values}
         else:
             name = "messages"
+            assert self.conversation is not None, "a body has a prompt or messages"
             with self.naming_field(name):
                 prompt = self.conversation.prompt(text)
         tokens = tokens_of(self, text, name, prompt, max_model_len)

@@ -1,4 +1,4 @@
-"""Images in bodies: data: URLs and base64, whose bytes are read once the model is known to see them."""
+"""Images in bodies: URLs and base64, whose bytes are read once the model is known to see them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from ...base.errors import RequestError
 from ...base.json_kinds import Choice, Text
 from ...base.kinds import Schema
 from ...text.chat_images import DETAILS
-from ...text.images import body_of_data_url
+from ...text.images import check_url
 
 DETAIL = Choice(tuple(each for each in DETAILS if each is not None))
+URL_PATTERN = "^(data|https):"
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
-class DataURL(Text):
-    """A data: URL of an image in base64. Nothing is fetched."""
+class ImageURL(Text):
+    """A data: URL of an image in base64, or an https: URL, which is fetched if the server names its host."""
 
     def parse(self, name: str, value: Any) -> str:
         url = super().parse(name, value)
-        body_of_data_url(name, url)
+        check_url(name, url)
         return url
 
     def schema(self) -> Schema:
-        return {"type": "string", "pattern": "^data:"}
+        return {"type": "string", "pattern": URL_PATTERN}
 
     def __str__(self) -> str:
-        return "data: URL"
+        return "data: or https: URL"
 
 
-def image_part(place: str, url: str, detail: str | None = None) -> dict[str, Any]:
+def image_part(place: str, url: str, detail: str | None = None, *, field: str = "") -> dict[str, Any]:
     """Return the part of a chat's message for an image.
 
-    place: its path in the body, for messages.
+    place: its path in the body, for messages. field: that of its URL within it; "": the place has no fields.
     """
-    return {"type": "image_url", "image_url": {"url": url, "detail": detail}, "place": place}
+    url_place = f"{place}.{field}" if field else place
+    part = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+    return {**part, "place": place, "url_place": url_place}
 
 
 def is_image(part: Mapping[str, Any]) -> bool:

@@ -46,7 +46,7 @@ class _PartKind(JSONObject):
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
-        url = {"type": "string", "pattern": "^data:"}
+        url = {"type": "string", "pattern": "^(data|https):"}
         detail = {"enum": ["auto", "low", "high", "original"]}
         image_url = {"type": "object", "properties": {"url": url, "detail": detail}, "required": ["url"]}
         image = {

@@ -198,6 +198,7 @@ class ApplyTemplateCall(TextCall):
     """A body of /apply-template."""
 
     table = APPLY
+    conversation: Conversation
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)

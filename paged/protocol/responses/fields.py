@@ -15,7 +15,7 @@ from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
-from ..fields.images import DETAIL, DataURL
+from ..fields.images import DETAIL, ImageURL
 from ..fields.sampling import TOKEN_FIELDS, sampling_field
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
@@ -39,7 +39,7 @@ _PARTS = {
         "a part",
         [
             _type("input_image"),
-            Field("image_url", DataURL(), "the image", required=True),
+            Field("image_url", ImageURL(), "the image", required=True),
             Field("detail", DETAIL, "has no effect: an image is shown as the model's processor does"),
             *refused("file_id", "there are no uploaded files"),
             *ignored("prompt_cache_breakpoint", "prefixes are cached"),
