@@ -58,6 +58,7 @@ class ModelText:
     It needs no torch, so a process without the model can prepare requests for an engine process.
 
     no_images: why the model sees no images, if it does not.
+    most_images: the most images of a prompt.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint has files that say how to make embeddings.
     sampling_defaults: the sampling parameters that the checkpoint sets.
@@ -73,7 +74,7 @@ class ModelText:
     ) -> None:
         self.model_config = model_config
         self._no_images = no_images
-        self._most_images = most_images(config.limit_mm_per_prompt)
+        self.most_images = most_images(config.limit_mm_per_prompt)
         self._media_domains = config.allowed_media_domains or ()
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
@@ -99,7 +100,7 @@ class ModelText:
             return None
         from ..text.images import ImagePrompts
 
-        return ImagePrompts(vision, self.tokenizer, self._most_images, self._media_domains)
+        return ImagePrompts(vision, self.tokenizer, self.most_images, self._media_domains)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""

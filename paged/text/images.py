@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -189,6 +191,26 @@ class ImagePrompts:
                 f"the prompt has {num_images} images, and limit_mm_per_prompt allows {self.most}"
             )
 
+    def with_places(self, prompt: str, num_images: int) -> str:
+        """Return a text with placeholders at its beginning if it has none."""
+        return prompt if self.count_in(prompt) else self.written * num_images + prompt
+
+    def num_tokens(self, images: Sequence[NamedImage], known: dict[bytes, int]) -> int:
+        """Return how many tokens a prompt has at most in place of these images' placeholders.
+
+        known: the numbers that were found before, which are added to: an image is decoded once.
+
+        Raises RequestError.
+        """
+        total = 0
+        for name, image in images:
+            key = hashlib.sha256(image).digest() if isinstance(image, bytes) else b""
+            if not key or key not in known:
+                own = self._family.tokens(self.vision, self._read(name, image).size)
+                known[key] = len(own.token_ids) + len(own.before) + len(own.after) - 1
+            total += known[key]
+        return total
+
     def urls_of(self, messages: Sequence[Any]) -> dict[str, str]:
         """Return the URLs of a conversation's images that are to be fetched, with their names in messages.
 
@@ -232,7 +254,7 @@ class ImagePrompts:
                 )
             return self._decoded(name, self.fetcher.fetch_now({image: name})[image])
         if isinstance(image, str | os.PathLike):
-            return self._decoded(name, _bytes_of_file(name, image))
+            return self._decoded(name, bytes_of_file(name, image))
         raise RequestError(
             f"{name} must be an image of Pillow or numpy, a path, or the bytes of a file, got {shown(image)}"
         )
@@ -394,13 +416,15 @@ def _from_array(name: str, array: Any) -> Any:
     return pillow().fromarray(array)
 
 
-def _bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
+def bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a file. Raises RequestError."""
     file = Path(path)
     try:
-        size = file.stat().st_size
-        if size > MOST_FILE_BYTES:
-            raise RequestError(f"{name} has {size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device may have no end
+            raise RequestError(f"{name}: {shown(str(path))} is no regular file")
+        if found.st_size > MOST_FILE_BYTES:
+            raise RequestError(f"{name} has {found.st_size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
         return file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or str(error)

@@ -69,12 +69,53 @@ def test_every_api_shows_the_same_image(served):
     body = {"messages": [{"role": "user", "content": chat_parts}]}
     tokens = json.loads(served.request("POST", "/tokenize", body)[2])
     assert tokens["count"] == num_tokens
+    mark_of_image = parts_of_llamacpp("[user]Look:<__media__>[assistant]", URL)
+    status, native = ask(served, "/completion", prompt=mark_of_image, n_predict=4)
+    assert status == 200
+    assert (native["content"], native["tokens_evaluated"]) == (content, num_tokens)
+
+
+def parts_of_llamacpp(prompt: str, *urls: str) -> dict[str, Any]:
+    return {"prompt_string": prompt, "multimodal_data": [url.partition(",")[2] for url in urls]}
+
+
+def test_ollama_shows_images_before_the_text(served):
+    """In messages and in prompts; num_ctx counts their tokens."""
+    model = served.front.names[0]
+    both = [URL.partition(",")[2], data_url(picture(2)).partition(",")[2]]
+    parts = [image(), image(data_url(picture(2))), {"type": "text", "text": "Look"}]
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
+    status, expected = ask(served, "/v1/chat/completions", **body)
+    assert status == 200
+    num_tokens = expected["usage"]["prompt_tokens"]
+    options = {"temperature": 0, "num_predict": 4, "num_ctx": num_tokens + 4}
+    common: dict[str, Any] = {"model": model, "stream": False, "options": options}
+    messages = [{"role": "user", "content": "Look", "images": both}]
+    raw = "[user][IMG][IMG]Look[assistant]"
+    for path, more, answer_of in (
+        ("/api/chat", {"messages": messages}, lambda answer: answer["message"]["content"]),
+        ("/api/generate", {"prompt": "Look", "images": both}, lambda answer: answer["response"]),
+        ("/api/generate", {"prompt": raw, "images": both, "raw": True}, lambda answer: answer["response"]),
+    ):
+        status, _, data = served.request("POST", path, {**common, **more})
+        answer = json.loads(data)
+        assert status == 200, answer
+        assert answer_of(answer) == expected["choices"][0]["message"]["content"]
+        assert answer["prompt_eval_count"] == num_tokens
+        short = {**options, "num_ctx": num_tokens}
+        status, _, data = served.request("POST", path, {**common, "options": short, **more})
+        assert status == 400
+        assert f"the prompt has {num_tokens} tokens, and options.num_ctx is" in data.decode()
+    shown = served.post("/api/show", model=model)
+    assert "vision" in shown["capabilities"]
+    assert json.loads(served.request("GET", "/props")[2])["modalities"] == {"vision": True, "audio": False}
 
 
 WRONG: list[tuple[Any, str]] = [
     (
         image("https://example.org/x.png"),
-        r"\.image_url\.url must be a data: URL .* got one of https:; nothing is fetched",
+        r"messages\[0\]\.content\[1\]\.image_url\.url must be a data: URL .* got one of https:; nothing is "
+        r"fetched, as the server names no hosts \(--allowed-media-domains\)",
     ),
     (image("http://169.254.169.254/latest"), "nothing is fetched"),
     (image("file:///etc/passwd"), "got one of file:"),
@@ -108,6 +149,100 @@ def test_a_wrong_part_is_an_error_of_its_request(served, part, message):
     status, body = chat(served, part)
     assert status == 400
     assert re.search(message, body["error"]["message"]), body
+
+
+B64 = URL.partition(",")[2]
+CUT = B64[:400]
+PDF = base64.b64encode(b"%PDF-1.7 " * 20).decode()
+_USER = {"role": "user"}
+_BASE64 = {"type": "base64", "media_type": "image/png"}
+
+
+def responses(*parts: Any) -> tuple[str, dict[str, Any]]:
+    content = [{"type": "input_text", "text": "x"}, *parts]
+    return "/v1/responses", {"input": [{**_USER, "content": content}]}
+
+
+def anthropic(*blocks: Any) -> tuple[str, dict[str, Any]]:
+    content = [{"type": "text", "text": "x"}, *blocks]
+    return "/v1/messages", {"max_tokens": 2, "messages": [{**_USER, "content": content}]}
+
+
+def ollama(*images: Any, role: str = "user") -> tuple[str, dict[str, Any]]:
+    return "/api/chat", {"messages": [{"role": role, "content": "x", "images": [*images]}]}
+
+
+def generated(*images: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "/api/generate", {"prompt": "x", "images": [*images], **more}
+
+
+def native(prompt: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "/completion", {"prompt": prompt, "n_predict": 2, **more}
+
+
+def input_image(url: str, **more: Any) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": url, **more}
+
+
+def block(**source: Any) -> dict[str, Any]:
+    return {"type": "image", "source": source}
+
+
+HTTPS = "https://example.org/x.png"
+MANY = "the prompt has 5 images, and limit_mm_per_prompt allows 4"
+NO_IMAGE = "is no image in PNG, JPEG, WEBP or GIF"
+WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
+    (responses(input_image(HTTPS)), r"input\[0\]\.content\[1\]\.image_url must be a data: URL .* one of https:"),
+    (responses(input_image("http://a.b/x")), r"input\[0\]\.content\[1\]\.image_url must be .* one of http:"),
+    (responses(input_image("data:;base64,A*")), r"input\[0\]\.content\[1\]\.image_url is not base64"),
+    (responses(input_image(f"data:;base64,{PDF}")), rf"input\[0\]\.content\[1\] {NO_IMAGE}"),
+    (responses(input_image(f"data:;base64,{CUT}")), r"input\[0\]\.content\[1\] is a damaged PNG"),
+    (responses(input_image(URL, detail="huge")), "detail must be .*got 'huge'"),
+    (responses(input_image(URL, file_id="f")), "there are no uploaded files"),
+    (responses(*[input_image(URL)] * 5), MANY),
+    (responses({"type": "input_audio", "input_audio": {}}), "input_audio"),
+    (responses({"type": "input_video", "video_url": "x"}), "input_video"),
+    (anthropic(block(type="url", url=HTTPS)), r"messages\[0\]\.content\[1\]\.source\.url must be a data: URL"),
+    (anthropic(block(type="url", url="ftp://x")), r"content\[1\]\.source\.url must be .* one of ftp:"),
+    (anthropic(block(**_BASE64, data="A*")), r"messages\[0\]\.content\[1\]\.source\.data is not base64"),
+    (anthropic(block(**_BASE64, data=PDF)), rf"messages\[0\]\.content\[1\] {NO_IMAGE}"),
+    (anthropic(block(**{**_BASE64, "media_type": "image/tiff"}, data=B64)), "media_type must be one of"),
+    (anthropic(block(**_BASE64, data=B64, url=URL)), "url"),
+    (anthropic(block(type="file", file_id="f")), "source must be an object whose type is one of"),
+    (anthropic(*[block(**_BASE64, data=B64)] * 5), MANY),
+    (anthropic({"type": "document", "source": {}}), "document"),
+    (ollama("A*"), r"messages\[0\]\.images\[0\] is not base64"),
+    (ollama(B64, PDF), rf"messages\[0\]\.images\[1\] {NO_IMAGE}"),
+    (ollama(B64, CUT), r"messages\[0\]\.images\[1\] is a damaged PNG"),
+    (ollama(B64, 7), r"messages\[0\]\.images\[1\] must be"),
+    (ollama(B64, ""), r"messages\[0\]\.images\[1\] must"),
+    (ollama(HTTPS), r"messages\[0\]\.images\[0\] is not base64"),
+    (ollama("/etc/passwd"), r"messages\[0\]\.images\[0\] is (not base64|no image)"),
+    (ollama(*[B64] * 5), MANY),
+    (ollama(B64, role="system"), r"messages\[0\]\.images is of role 'system'; users send images"),
+    (generated(PDF), rf"images\[0\] {NO_IMAGE}"),
+    (generated(PDF, raw=True), rf"images\[0\] {NO_IMAGE}"),
+    (generated("A*", raw=True), r"images\[0\] is not base64"),
+    (generated(B64, prompt="[IMG][IMG]", raw=True), r"the prompt has 2 times '\[IMG\]', which .* and 1 image"),
+    (generated(*[B64] * 5, raw=True), MANY),
+    (native(parts_of_llamacpp("<__media__>")), "1 times <__media__>, and prompt.multimodal_data 0 images"),
+    (native(parts_of_llamacpp("x", URL)), "0 times <__media__>, and prompt.multimodal_data 1 images"),
+    (native({**parts_of_llamacpp("<__media__>"), "multimodal_data": [PDF]}), rf"multimodal_data\[0\] {NO_IMAGE}"),
+    (native({**parts_of_llamacpp("<__media__>"), "multimodal_data": ["A*"]}), r"data\[0\] is not base64"),
+    (native({**parts_of_llamacpp("x"), "image": 1}), "image"),
+    (native(parts_of_llamacpp("<__media__>" * 5, *[URL] * 5)), MANY),
+    (native("x", image_data=[{"id": 1, "data": B64}]), "image_data .*multimodal_data.* shows images"),
+    (native("x [IMG]"), r"\[IMG\]', which stands for an image, audio or video .* give images as multi_modal"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ELSEWHERE, ids=range(len(WRONG_ELSEWHERE)))
+def test_a_wrong_image_is_an_error_in_each_api(served, call, message):
+    path, body = call
+    status, _, data = served.request("POST", path, {"model": served.front.names[0], "stream": False, **body})
+    assert status == 400, data
+    error = json.loads(data)["error"]
+    assert re.search(message, error if isinstance(error, str) else error["message"]), error
 
 
 def test_numbers_of_images_are_limited(served):

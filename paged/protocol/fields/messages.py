@@ -78,7 +78,7 @@ CALL_TABLE = FieldTable(
     ],
     is_open=True,
 )
-_NO_MEDIA = "this version takes text alone"
+_NO_MEDIA = "models see text and images alone"
 CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
 MESSAGE_TABLE = FieldTable(
     "a message",

@@ -335,7 +335,7 @@ RESPONSE_TABLE = FieldTable(
         *refused("conversation", "it is stored nowhere: send its items, or a previous_response_id"),
         *refused("prompt", "prompts are not stored: send the text as input and instructions"),
         *refused("context_management", "items are not compacted: send fewer", []),
-        *refused("image", "this version takes text alone"),
+        *refused("image", "a message of input shows it as a part of type input_image"),
         *refused("messages", "its name is input"),
         *refused("max_tokens max_completion_tokens", "its name is max_output_tokens"),
         *refused("response_format", 'its place is text: {"format": ...}'),
