@@ -5,13 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from paged.server.engine_client import EngineClient
+from paged.server.http import exchange
 from tests.support.images import data_url, picture, png, seeing
-from tests.support.served import serving
+from tests.support.media_server import MediaServer, media_server, ok
+from tests.support.served import eventually, serving
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +268,78 @@ def test_only_users_send_images(served):
 def test_prompts_have_no_paths(served):
     for prompt in ({"prompt": "x", "multi_modal_data": {"image": "/etc/passwd"}}, [{"prompt": "x"}]):
         assert ask(served, "/v1/completions", prompt=prompt, max_tokens=2)[0] == 400
+
+
+@pytest.fixture
+def media(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MediaServer]:
+    """A server of images, whose address the front end may connect to."""
+    with media_server() as server:
+        monkeypatch.setattr(served.front.engine.text.images, "fetcher", server.fetcher())
+        yield server
+
+
+def test_images_are_fetched_from_hosts_that_are_named(served, media):
+    """The answer is that of a data: URL; a wrong image, and another host, are errors with their places."""
+    media.answers |= {"/1.png": ok(png(picture(1)), "content-type: text/html"), "/x.png": ok(b"%PDF-1.7")}
+    status, expected = chat(served, image())
+    url = media.url("/1.png")
+    status, found = chat(served, image(url), image(url))
+    assert status == 200
+    assert len(media.asked) == 1, "one URL is fetched once"
+    status, found = chat(served, image(url))
+    assert (status, found["choices"], found["usage"]) == (200, expected["choices"], expected["usage"])
+    num_tokens = expected["usage"]["prompt_tokens"]
+    model = expected["model"]
+    given = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, image(url)]}]
+    assert served.post("/tokenize", messages=given)["count"] == num_tokens
+    blocks = [{"type": "text", "text": "Look:"}, block(type="url", url=url)]
+    messages = [{"role": "user", "content": blocks}]
+    counted = served.post("/v1/messages/count_tokens", model=model, messages=messages)
+    assert counted["input_tokens"] == num_tokens
+    path, body = responses(input_image(url))
+    assert served.post(path, **body, max_output_tokens=2)["status"] in ("completed", "incomplete")
+    for part, message in (
+        (image(media.url("/x.png")), r"^messages\[0\]\.content\[1\] is no image in PNG"),
+        (image("https://other.example/x"), r"content\[1\]\.image_url\.url is at other\.example, which is none of"),
+        (image("https://127.0.0.1/x"), r"content\[1\]\.image_url\.url is at 127\.0\.0\.1, which is none of"),
+        (image("http://localhost/x"), r"got one of http:; nothing is fetched"),
+    ):
+        status, body = chat(served, part)
+        assert status == 400
+        assert re.search(message, body["error"]["message"]), body
+    num_asked = len(media.asked)
+    status, body = chat(served, *[image(media.url(f"/{i}")) for i in range(5)])
+    assert (status, MANY in body["error"]["message"]) == (400, True)
+    assert len(media.asked) == num_asked
+
+
+def test_what_is_fetched_counts_as_the_body(served, media, monkeypatch):
+    """Nobody else waits meanwhile, and all room is given back at the end."""
+    go_on = threading.Event()
+    first = ok(b"", length=2**21) + bytes(2**20)
+
+    def answer(send: Any) -> None:
+        send(first)
+        go_on.wait(20)
+
+    media.answers["/slow"] = answer
+    budget = served.front.body_budget
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(chat, served, image(media.url("/slow")))
+        eventually(lambda: budget.num_bytes > 2**20)
+        assert chat(served, image())[0] == 200
+        go_on.set()
+        status, body = asked.result()
+    assert status == 400
+    assert "gives a wrong answer" in body["error"]["message"]
+    eventually(lambda: budget.num_bytes == 0)
+    monkeypatch.setattr(budget, "max_bytes", 2**18)
+    monkeypatch.setattr(exchange, "WAIT_FOR_ROOM_S", 0.1)
+    status, body = chat(served, image(media.url("/slow")))
+    assert status == 503
+    assert "bodies of the requests in progress" in body["error"]["message"]
+    eventually(lambda: budget.num_bytes == 0)
+    budget.check()
 
 
 def test_bodies_may_be_larger_than_of_a_text_model(served):
