@@ -290,6 +290,8 @@ class EngineConfig:
             object.__setattr__(self, "attention_backend", "auto")
         if self.long_prefill_token_threshold == 0:  # vLLM's default: no limit
             object.__setattr__(self, "long_prefill_token_threshold", None)
+        if self.limit_mm_per_prompt == {}:  # vLLM's default
+            object.__setattr__(self, "limit_mm_per_prompt", None)
         dtype = self.dtype
         if type(dtype).__name__ == "dtype":  # torch's, which need not be imported to be named
             dtype = str(dtype).removeprefix("torch.")

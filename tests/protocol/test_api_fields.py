@@ -14,7 +14,7 @@ from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
 from paged.protocol.endpoints import ENDPOINTS, parse_call
 from paged.protocol.limits import Limits
-from paged.protocol.llamacpp.fill import FAMILIES
+from paged.protocol.llamacpp.fill import FILL_TOKENS
 from paged.protocol.ollama.calls import CopyCall, NamedCall
 from tests.support.api_fields import BODIES, COMPLETIONS, COUNT, MESSAGES, PAGE, RESPONSES, changes, page
 
@@ -46,7 +46,7 @@ class Spelled:
             text.model_config,
         )
         self.tokenizer = self
-        self.special_ids = dict.fromkeys(FAMILIES[0], 0)
+        self.special_ids = dict.fromkeys(FILL_TOKENS[0], 0)
         self.added_texts = frozenset()
 
     def encode(self, prompt, **options):
@@ -113,9 +113,8 @@ def test_the_page_claims_for_a_body_the_fields_that_it_honours():
     }
     for url, call in ENDPOINTS.items():
         text = next(text for title, text in sections.items() if url in title.split(" and "))
-        line = next((line for line in text.splitlines() if line.startswith("Also the fields ")), "")
-        also = line.removeprefix("Also the fields ").removesuffix(".").split("; ") if line else []
-        claimed = [*(sections[title[0].upper() + title[1:]] for title in also), text]
+        line = next((line for line in text.splitlines() if line.startswith("This body also takes")), "")
+        claimed = [*(sections[title] for title in re.findall(r'"([^"]+)"', line)), text]
         names = {name for part in claimed for name in re.findall(r"^\| `(\w+)`", part, re.MULTILINE)}
         assert names == {field.name for field in call.table.with_effect(Effect.HONOURED)}
 
