@@ -14,6 +14,7 @@ import pytest
 
 from paged.server.engine_client import EngineClient
 from paged.server.http import exchange
+from tests.images_fuzz import run_parts
 from tests.support.images import data_url, picture, png, seeing
 from tests.support.media_server import MediaServer, media_server, ok
 from tests.support.served import eventually, serving
@@ -255,6 +256,12 @@ def test_numbers_of_images_are_limited(served):
     assert status == 400
     assert "the prompt has 5 images, and limit_mm_per_prompt allows 4" in body["error"]["message"]
     assert chat(served, *[image()] * 4)[0] == 200
+
+
+def test_malformed_bodies_are_one_error_each(served):
+    report = run_parts(served, range(60))
+    assert report.findings == {}, "python -m tests.images_fuzz --part SEED"
+    assert sum(count for outcome, count in report.outcomes.items() if outcome.startswith("400")) > 30
 
 
 def test_only_users_send_images(served):
