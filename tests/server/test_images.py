@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import json
+import os
 import re
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from paged.server.http import exchange
 from tests.images_fuzz import run_parts
 from tests.support.images import data_url, picture, png, seeing
 from tests.support.media_server import MediaServer, media_server, ok
+from tests.support.mortal_engines import processes
 from tests.support.served import eventually, serving
 
 
@@ -354,3 +359,43 @@ def test_bodies_may_be_larger_than_of_a_text_model(served):
     assert len(large) > 16 * 2**20
     url = f"data:image/png;base64,{base64.b64encode(large).decode()}"
     assert chat(served, image(url))[0] == 200
+
+
+def test_an_engine_that_ends_costs_no_stream(served):
+    """Its requests about images go on in its successor, which computes the images again."""
+    parts = [{"type": "text", "text": "Look:"}, image(), image(data_url(picture(5, 47, 90)))]
+    body = {
+        "messages": [{"role": "user", "content": parts}],
+        "max_tokens": 90,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+
+    def streamed(on_event: Callable[[int], None] = lambda _: None) -> tuple[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+        with closing(connection):
+            sent = json.dumps({**body, "stream": True})
+            connection.request("POST", "/v1/chat/completions", sent, {"content-type": "application/json"})
+            response = connection.getresponse()
+            chunks = []
+            for line in response:
+                if line.startswith(b"data: {"):
+                    chunks.append(json.loads(line[6:]))
+                    on_event(len(chunks))
+        deltas = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+        return "".join(deltas), chunks[-1]["usage"]
+
+    expected = streamed()
+    (process,) = processes(served.front.engine)
+
+    def end(count: int) -> None:
+        if count == 4:
+            os.kill(process.pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(chat, served, image(data_url(picture(7))))
+        assert streamed(end) == expected
+        assert beside.result()[0] == 200
+    (successor,) = processes(served.front.engine)
+    assert successor.pid != process.pid
