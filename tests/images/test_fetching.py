@@ -142,14 +142,21 @@ def test_an_address_is_checked_and_then_connected_to(media):
     assert media.connections == connections + 1
 
 
+def test_a_redirect_stays_on_its_host(media):
+    """Although the other host is allowed, too."""
+    other = f"other.test:{media.port}"
+    media.answers["/away"] = moved(f"https://{other}/once")
+    with pytest.raises(RequestError, match=r"localhost:\d+ redirects to another host, other\.test:\d+; give"):
+        fetch(media, "/away", media.fetcher(others=[other]))
+
+
 def test_a_certificate_is_checked(media):
     url = media.url("/once")
     unknown = Fetcher([media.domain], is_allowed=lambda _: True)
     with pytest.raises(RequestError, match="its certificate is not valid: self-signed"):
         unknown.fetch_now({url: "url"})
     other = f"other.test:{media.port}"
-    fetcher = media.fetcher()
-    fetcher._domains = (other,)
+    fetcher = media.fetcher(others=[other])
     with pytest.raises(RequestError, match="its certificate is not valid: Hostname mismatch"):
         fetcher.fetch_now({f"https://{other}/once": "url"})
 

@@ -7,7 +7,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,16 @@ class MediaServer:
     def url(self, path: str) -> str:
         return f"https://{self.domain}{path}"
 
-    def fetcher(self, resolve: Callable[[str, int], list[str]] = lambda *_: [LOOPBACK]) -> Fetcher:
-        """Return a fetcher that may connect to this server alone, and trusts its certificate."""
+    def fetcher(
+        self, resolve: Callable[[str, int], list[str]] = lambda *_: [LOOPBACK], others: Sequence[str] = ()
+    ) -> Fetcher:
+        """Return a fetcher that may connect to this server alone, and trusts its certificate.
+
+        others: further names of it.
+        """
         context = ssl.create_default_context(cadata=CERTIFICATE)
         allowed = LOOPBACK.__eq__
-        return Fetcher([self.domain], resolve=resolve, is_allowed=allowed, context=context)
+        return Fetcher([self.domain, *others], resolve=resolve, is_allowed=allowed, context=context)
 
     def serve(self, listener: socket.socket, context: ssl.SSLContext) -> None:
         while True:
