@@ -6,14 +6,15 @@
     python -m tests.images_fuzz --part 77                # one body again
 
 A seed fixes which image is damaged and how (`tests/support/image_damage.py`): bytes, numbers in headers with
-right sums behind them, spliced and cut files, sizes that files claim, and what unpacks to be much more. Each is
-decoded as a server does, by its process with limits: the result is an image, or an error of one line that begins
-with the image's name. The process may take no more memory than it has for the pixels that are declared.
+right sums behind them, spliced and cut files, sizes that files claim, and small data that unpacks to much.
+Each is decoded as a server does, by its process with limits: the result is an image, or an error of one line
+that begins with the image's name. The process may take no more memory than it has for the pixels that are
+declared.
 
-The bodies go to a server: those of all APIs, with a wrong URL, damaged files and base64, wrong parts, too many
-images and placeholders that no image belongs to. Each has status 200, or 400 with a message that says where. A
-client beside them asks about an image all the time, and always gets the same answer. At the end no request is
-left.
+The bodies go to a server: those of all APIs, with a wrong URL, damaged files and base64, wrong parts, too
+many images and placeholders that no image belongs to. Each has status 200, or 400 with a message that says
+where. A client beside them asks about an image all the time, and always gets the same answer. At the end no
+request is left.
 """
 
 from __future__ import annotations
@@ -109,7 +110,9 @@ def _decode(prompts: ImagePrompts, seed: int, report: Report) -> None:
     used = _most_memory(prompts)
     width, height = size_of(data) or (0, 0)
     if max(width, height) <= MOST_SIDE and width * height <= MOST_PIXELS:
-        report.declared = max(report.declared, width * height)  # of a process, the most memory so far is known
+        report.declared = max(
+            report.declared, width * height
+        )  # of a process, the most memory so far is known
     if used > BASE_BYTES + PIXEL_BYTES * report.declared:
         finding = f"takes {used:,} bytes of memory for {width} x {height} pixels"
     report.largest = max(report.largest, used)
@@ -163,7 +166,10 @@ class _Bystander:
     """A client that asks about its own image all the time."""
 
     def __init__(self, served: Served) -> None:
-        parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": data_url(picture(9))}}]
+        parts = [
+            {"type": "text", "text": "x"},
+            {"type": "image_url", "image_url": {"url": data_url(picture(9))}},
+        ]
         self._body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "temperature": 0}
         self._served = served
         self._expected = self._ask()
@@ -257,7 +263,10 @@ def main() -> None:
             print(f"{count:9,}  {outcome}")
         slowest, seed = report.slowest
         memory = f", at most {report.largest / 2**20:,.0f} MiB" if report.largest else ""
-        print(f"{report.count:,} cases, {len(report.findings)} findings, the slowest {slowest:.1f} s (--{name} {seed}){memory}")
+        print(
+            f"{report.count:,} cases, {len(report.findings)} findings, "
+            f"the slowest {slowest:.1f} s (--{name} {seed}){memory}"
+        )
     sys.exit(1 if any(report.findings for report in reports.values()) else 0)
 
 

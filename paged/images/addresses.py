@@ -70,8 +70,7 @@ def place_of(name: str, url: str, domains: Sequence[str]) -> Place:
         raise RequestError(f"{name} has {len(url):,} characters; a URL may have {MOST_URL:,}", param=name)
     if _UNSAFE.search(url):
         raise RequestError(
-            f"{name} must be written with %20 for a blank, and without control characters and backslashes, got "
-            f"{shown(url)}",
+            f"{name} must have %20 for a blank, and neither control characters nor backslashes, got {shown(url)}",
             param=name,
         )
     found = _URL.fullmatch(url)
@@ -86,7 +85,8 @@ def place_of(name: str, url: str, domains: Sequence[str]) -> Place:
     place = Place(host.lower(), int(port or HTTPS_PORT), path if path.startswith("/") else f"/{path}")
     if place.authority not in domains:
         raise RequestError(
-            f"{name} is at {place.authority}, which is none of allowed_media_domains (--allowed-media-domains)",
+            f"{name} is at {place.authority}, which is none of allowed_media_domains "
+            "(--allowed-media-domains)",
             param=name,
         )
     return place

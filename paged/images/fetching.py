@@ -42,7 +42,7 @@ def addresses_of(host: str, port: int) -> list[str]:
     return [*dict.fromkeys(str(address[0]) for *_, address in found)]
 
 
-async def _no_limit(num_bytes: int) -> None:  # noqa: ARG001
+async def _no_limit(num_bytes: int) -> None:
     """Take room in a process that serves nobody else."""
 
 
@@ -111,9 +111,13 @@ class Fetcher:
             try:
                 await self._get(name, place, answer)
             except (OSError, EOFError) as error:  # TLS's errors among them
-                raise RequestError(f"{name}: {place.host} gives no answer: {_reason(error)}", param=name) from error
+                raise RequestError(
+                    f"{name}: {place.host} gives no answer: {_reason(error)}", param=name
+                ) from error
             except h11.RemoteProtocolError as error:
-                raise RequestError(f"{name}: {place.host} gives a wrong answer: {error}", param=name) from error
+                raise RequestError(
+                    f"{name}: {place.host} gives a wrong answer: {error}", param=name
+                ) from error
             if answer.location is None:
                 return bytes(answer.body)
             place = redirected(name, place, answer.location, self._domains)
@@ -137,7 +141,8 @@ class Fetcher:
         addresses = await loop.run_in_executor(self._lookups, self._resolve, place.host, place.port)
         if not addresses or not all(map(self._is_allowed, addresses)):
             raise RequestError(
-                f"{name}: {place.host} has an address that is not public, to which nothing connects", param=name
+                f"{name}: {place.host} has an address that is not public, to which nothing connects",
+                param=name,
             )
         error: Exception = OSError("it has no address")
         for address in addresses:
@@ -235,7 +240,9 @@ class _Answer:
             self.is_done = True
             return
         if status != 200:
-            raise RequestError(f"{self._name}: {self._place.host} answers with status {status}", param=self._name)
+            raise RequestError(
+                f"{self._name}: {self._place.host} answers with status {status}", param=self._name
+            )
         encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
         if encoding.lower() != "identity":
             raise RequestError(

@@ -16,7 +16,7 @@ MOST_HOST = 253
 
 
 def media_domains_of(value: object) -> tuple[str, ...]:
-    """Return the hosts in lower case, with a port if it is not 443. Raises ConfigError for what is no name."""
+    """Return the hosts in lower case, with a port if it is not 443. Raises ConfigError."""
     if value is None:
         return ()
     entries = [value] if isinstance(value, str) else value

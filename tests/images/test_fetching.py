@@ -205,7 +205,8 @@ http://images.example/ ftp://images.example/ https:images.example https:///image
 https://images.example./ https://.images.example/ https://images..example/ https://images.example:/
 https://images.example:99999/ https://images.example:8444/ https://user@images.example/
 https://images.example@127.0.0.1/ https://127.0.0.1\@images.example/ https://images.example\.evil.example/
-https://images.example%2e/ https://images%2eexample/ https://a.images.example/ https://images.example.evil.example/
+https://images.example%2e/ https://images%2eexample/ https://a.images.example/
+https://images.example.evil.example/
 https://bücher.example/ https://ｉmages.example/ https://images。example/ https://[::1]/ https://[::ffff:7f00:1]/
 https://2130706433/ https://0x7f000001/ https://0177.0.0.1/ https://127.1/ https://127.0.0.1/ https://localhost/
 https://images.example%00.evil.example/ https://images.example:443:80/ https://images.example:+443/
@@ -228,9 +229,27 @@ def test_domains_are_names():
     config = EngineConfig("demo", allowed_media_domains=["Images.Example", "a.test:8443", "b.test:443"])
     assert config.allowed_media_domains == ("images.example", "a.test:8443", "b.test")
     assert EngineConfig("demo", allowed_media_domains="a.test").allowed_media_domains == ("a.test",)
-    for wrong in (["10.0.0.1"], ["0x7f000001"], ["2130706433"], ["127.0x1"], ["[::1]"], ["*"], ["*.example"], [""]):
+    for wrong in (
+        ["10.0.0.1"],
+        ["0x7f000001"],
+        ["2130706433"],
+        ["127.0x1"],
+        ["[::1]"],
+        ["*"],
+        ["*.example"],
+        [""],
+    ):
         with pytest.raises(ConfigError, match=re.escape(repr(wrong[0]))):
             EngineConfig("demo", allowed_media_domains=wrong)
-    for wrong in (["https://a.test"], ["a.test/x"], ["a.test."], ["bücher.test"], ["a.test:99999"], [1], 1, ["a b"]):
+    for wrong in (
+        ["https://a.test"],
+        ["a.test/x"],
+        ["a.test."],
+        ["bücher.test"],
+        ["a.test:99999"],
+        [1],
+        1,
+        ["a b"],
+    ):
         with pytest.raises(ConfigError, match="allowed_media_domains must be"):
             EngineConfig("demo", allowed_media_domains=wrong)

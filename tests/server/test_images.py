@@ -203,7 +203,10 @@ HTTPS = "https://example.org/x.png"
 MANY = "the prompt has 5 images, and limit_mm_per_prompt allows 4"
 NO_IMAGE = "is no image in PNG, JPEG, WEBP or GIF"
 WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
-    (responses(input_image(HTTPS)), r"input\[0\]\.content\[1\]\.image_url must be a data: URL .* one of https:"),
+    (
+        responses(input_image(HTTPS)),
+        r"input\[0\]\.content\[1\]\.image_url must be a data: URL .* one of https:",
+    ),
     (responses(input_image("http://a.b/x")), r"input\[0\]\.content\[1\]\.image_url must be .* one of http:"),
     (responses(input_image("data:;base64,A*")), r"input\[0\]\.content\[1\]\.image_url is not base64"),
     (responses(input_image(f"data:;base64,{PDF}")), rf"input\[0\]\.content\[1\] {NO_IMAGE}"),
@@ -213,7 +216,10 @@ WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (responses(*[input_image(URL)] * 5), MANY),
     (responses({"type": "input_audio", "input_audio": {}}), "input_audio"),
     (responses({"type": "input_video", "video_url": "x"}), "input_video"),
-    (anthropic(block(type="url", url=HTTPS)), r"messages\[0\]\.content\[1\]\.source\.url must be a data: URL"),
+    (
+        anthropic(block(type="url", url=HTTPS)),
+        r"messages\[0\]\.content\[1\]\.source\.url must be a data: URL",
+    ),
     (anthropic(block(type="url", url="ftp://x")), r"content\[1\]\.source\.url must be .* one of ftp:"),
     (anthropic(block(**_BASE64, data="A*")), r"messages\[0\]\.content\[1\]\.source\.data is not base64"),
     (anthropic(block(**_BASE64, data=PDF)), rf"messages\[0\]\.content\[1\] {NO_IMAGE}"),
@@ -234,11 +240,17 @@ WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (generated(PDF), rf"images\[0\] {NO_IMAGE}"),
     (generated(PDF, raw=True), rf"images\[0\] {NO_IMAGE}"),
     (generated("A*", raw=True), r"images\[0\] is not base64"),
-    (generated(B64, prompt="[IMG][IMG]", raw=True), r"the prompt has 2 times '\[IMG\]', which .* and 1 image"),
+    (
+        generated(B64, prompt="[IMG][IMG]", raw=True),
+        r"the prompt has 2 times '\[IMG\]', which .* and 1 image",
+    ),
     (generated(*[B64] * 5, raw=True), MANY),
     (native(parts_of_llamacpp("<__media__>")), "1 times <__media__>, and prompt.multimodal_data 0 images"),
     (native(parts_of_llamacpp("x", URL)), "0 times <__media__>, and prompt.multimodal_data 1 images"),
-    (native({**parts_of_llamacpp("<__media__>"), "multimodal_data": [PDF]}), rf"multimodal_data\[0\] {NO_IMAGE}"),
+    (
+        native({**parts_of_llamacpp("<__media__>"), "multimodal_data": [PDF]}),
+        rf"multimodal_data\[0\] {NO_IMAGE}",
+    ),
     (native({**parts_of_llamacpp("<__media__>"), "multimodal_data": ["A*"]}), r"data\[0\] is not base64"),
     (native({**parts_of_llamacpp("x"), "image": 1}), "image"),
     (native(parts_of_llamacpp("<__media__>" * 5, *[URL] * 5)), MANY),
@@ -284,7 +296,7 @@ def test_prompts_have_no_paths(served):
 
 @pytest.fixture
 def media(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MediaServer]:
-    """A server of images, whose address the front end may connect to."""
+    """Yield a server of images, whose address the front end may connect to."""
     with media_server() as server:
         monkeypatch.setattr(served.front.engine.text.images, "fetcher", server.fetcher())
         yield server
@@ -312,7 +324,10 @@ def test_images_are_fetched_from_hosts_that_are_named(served, media):
     assert served.post(path, **body, max_output_tokens=2)["status"] in ("completed", "incomplete")
     for part, message in (
         (image(media.url("/x.png")), r"^messages\[0\]\.content\[1\] is no image in PNG"),
-        (image("https://other.example/x"), r"content\[1\]\.image_url\.url is at other\.example, which is none of"),
+        (
+            image("https://other.example/x"),
+            r"content\[1\]\.image_url\.url is at other\.example, which is none of",
+        ),
         (image("https://127.0.0.1/x"), r"content\[1\]\.image_url\.url is at 127\.0\.0\.1, which is none of"),
         (image("http://localhost/x"), r"got one of http:; nothing is fetched"),
     ):

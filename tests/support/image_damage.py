@@ -22,7 +22,13 @@ from tests.support.mutations import damage_bytes, damage_value
 PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 # Sizes that a header may claim.
 SIDES = (0, 1, 2, 199, 4000, 8000, 16384, 16385, 65535, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
-OTHER_FILES = (b"", b"%PDF-1.7\n", b"BM" + bytes(80), b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"II*\x00\x08\x00")
+OTHER_FILES = (
+    b"",
+    b"%PDF-1.7\n",
+    b"BM" + bytes(80),
+    b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    b"II*\x00\x08\x00",
+)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -30,7 +36,9 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def small_png(width: int, height: int, depth: int = 8, colour: int = 2, *, data: bytes = b"", more: bytes = b"") -> bytes:
+def small_png(
+    width: int, height: int, depth: int = 8, colour: int = 2, *, data: bytes = b"", more: bytes = b""
+) -> bytes:
     """Return a PNG that claims a size, with few bytes. more: chunks before its data."""
     head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     packed = data or zlib.compress(bytes(1000))
@@ -46,12 +54,26 @@ def whole_files() -> tuple[bytes, ...]:
     exif[0x010E] = "x" * 500
     frames = [picture(i, 12, 9) for i in range(3)]
     palette = rgb.quantize(16)
-    files = [png(rgb), png(alpha), png(grey), png(rgb.convert("1")), png(palette), png(palette, transparency=3)]
-    files += [png(Image.fromarray(bytes_16(20, 30)).convert("I;16")), png(rgb, exif=exif), png(grey.convert("LA"))]
+    files = [
+        png(rgb),
+        png(alpha),
+        png(grey),
+        png(rgb.convert("1")),
+        png(palette),
+        png(palette, transparency=3),
+    ]
+    files += [
+        png(Image.fromarray(bytes_16(20, 30)).convert("I;16")),
+        png(rgb, exif=exif),
+        png(grey.convert("LA")),
+    ]
     files += [png(rgb, "JPEG", exif=exif, quality=80), png(rgb, "JPEG", progressive=True), png(grey, "JPEG")]
     files += [png(rgb.convert("CMYK"), "JPEG"), png(rgb, "WEBP"), png(alpha, "WEBP", lossless=True)]
     files += [png(frames[0], "WEBP", save_all=True, append_images=frames[1:])]
-    files += [png(frames[0], "GIF", save_all=True, append_images=frames[1:]), png(palette, "GIF", transparency=3)]
+    files += [
+        png(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        png(palette, "GIF", transparency=3),
+    ]
     return tuple(files)
 
 
@@ -161,7 +183,10 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
         "/v1/messages",
         {"messages": [{**_USER, "content": [_TEXT, {"type": "image", "source": _SOURCE}]}], "max_tokens": 1},
     ),
-    ("/api/chat", {"messages": [{**_USER, "content": "x", "images": [BASE64]}], "options": {"num_predict": 1}}),
+    (
+        "/api/chat",
+        {"messages": [{**_USER, "content": "x", "images": [BASE64]}], "options": {"num_predict": 1}},
+    ),
     ("/api/generate", {"prompt": "x", "images": [BASE64], "options": {"num_predict": 1}}),
     (
         "/completion",
@@ -220,7 +245,9 @@ def _lists(value: Any) -> list[list[Any]]:
 def _strings(value: Any) -> list[tuple[Any, Any]]:
     """Return where the URLs and the base64 in a value are."""
     found = []
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
     for key, each in entries:
         if isinstance(each, str) and each.endswith(BASE64):
             found.append((value, key))
@@ -247,7 +274,11 @@ def damaged_part(seed: int) -> tuple[str, dict[str, Any]]:
         elif kind == 2 and places:  # damaged base64
             owner, key = choose.choice(places)
             at = choose.randrange(len(owner[key]))
-            owner[key] = owner[key][:at] + choose.choice(("=", "*", "é", "\n", "", "====", "\x00")) + owner[key][at + 1 :]
+            owner[key] = (
+                owner[key][:at]
+                + choose.choice(("=", "*", "é", "\n", "", "====", "\x00"))
+                + owner[key][at + 1 :]
+            )
         elif kind == 3 and lists:  # a wrong part, or many
             choose.choice(lists).append(choose.choice(PARTS))
         elif kind == 4 and lists:

@@ -1,4 +1,4 @@
-"""A server of images over TLS on a loopback port, which answers as it is told, and hosts that resolve to it."""
+"""A server of images over TLS on a loopback port, which answers as it is told."""
 
 from __future__ import annotations
 
