@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from ..architectures.generation_config import CHAT_DEFAULTS
-from ..base.errors import PagedError
+from ..base.errors import PagedError, RequestError
 from ..engine.async_base import STREAM_INTERVAL_S, check_interval, next_publish_time
 from . import common
 from .answers import Answers, ChatAnswer, EngineAnswers, ServerAnswers
@@ -293,12 +293,16 @@ class Chat:
         """Show an image with the next turn."""
         if not file:
             raise CommandError("/image needs a file")
-        path = Path(file).expanduser()
-        try:
-            data = base64.b64encode(path.read_bytes()).decode()
-        except OSError as error:
-            raise CommandError(f"/image: {file}: {error.strerror}") from error
-        self._images.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
+        from ..text.images import bytes_of_file, is_remote
+
+        url = file
+        if not is_remote(file):
+            try:
+                data = bytes_of_file("/image", Path(file).expanduser())
+            except RequestError as error:
+                raise CommandError(str(error)) from error
+            url = f"data:;base64,{base64.b64encode(data).decode()}"
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
 
     def _save(self, file: str) -> None:
         if not file:

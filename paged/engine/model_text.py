@@ -58,6 +58,7 @@ class ModelText:
     It needs no torch, so that a process without the model can prepare requests for an engine process.
 
     no_images: the reason why the model takes no images; "" if it takes some.
+    most_images: maximum number of images in a prompt.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint has files of sentence-transformers.
     sampling_defaults: the sampling parameters that the checkpoint sets.
@@ -73,7 +74,8 @@ class ModelText:
     ) -> None:
         self.model_config = model_config
         self._no_images = no_images
-        self._most_images = most_images(config.limit_mm_per_prompt)
+        self.most_images = most_images(config.limit_mm_per_prompt)
+        self._media_domains = config.allowed_media_domains or ()
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -98,7 +100,7 @@ class ModelText:
             return None
         from ..text.images import ImagePrompts
 
-        return ImagePrompts(vision, self.tokenizer, self._most_images)
+        return ImagePrompts(vision, self.tokenizer, self.most_images, self._media_domains)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
@@ -172,8 +174,12 @@ class ModelText:
         """The chat templates of the tokenizer. Raises RequestError without a tokenizer."""
         return self.chat.templates
 
-    def render_chat(self, messages: Sequence[Message], **template: Any) -> dict[str, Any]:
+    def render_chat(
+        self, messages: Sequence[Message], *, fetched: Mapping[str, bytes] | None = None, **template: Any
+    ) -> dict[str, Any]:
         """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
+
+        fetched: the images at URLs; None: this call fetches them.
 
         The prompt has the images of its messages in "multi_modal_data".
         """
@@ -186,7 +192,10 @@ class ModelText:
         if self.images is None:
             why = self._no_images or "this model takes text alone"
             raise RequestError(f"messages with images are refused: {why}", param="messages")
-        messages, images = take_images(messages)
+        if fetched is None:
+            urls = self.images.urls_of(messages)
+            fetched = self.images.fetcher.fetch_now(urls) if self.images.fetcher and urls else {}
+        messages, images = take_images(messages, fetched)
         text = written(messages, images, self.images, partial(self.chat.write, **template))
         return {"prompt": text, "add_special_tokens": False, "multi_modal_data": {"image": images}}
 

@@ -147,6 +147,8 @@ class EngineConfig:
     limit_mm_per_prompt: maximum number of images in a prompt, {"image": 4} by default.
     mm_processor_kwargs: values that replace values of preprocessor_config.json, by its keys.
     mm_processor_cache_gb: maximum memory, in GiB, for embeddings of images that later prompts may reuse.
+    allowed_media_domains: a host whose https: URLs of images are fetched, such as images.example, or
+        several. By default nothing is fetched. See docs/images.md.
 
     Raises ConfigError naming the value and what is allowed.
     """
@@ -206,6 +208,7 @@ class EngineConfig:
     limit_mm_per_prompt: Mapping[str, int] | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     mm_processor_cache_gb: float = 4.0
+    allowed_media_domains: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         self._take_defaults()
@@ -260,6 +263,10 @@ class EngineConfig:
             isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
         ):
             raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
+        if self.allowed_media_domains is not None:
+            from .media_domains import media_domains_of
+
+            object.__setattr__(self, "allowed_media_domains", media_domains_of(self.allowed_media_domains))
         self._check_lora()
 
     @property
@@ -283,6 +290,8 @@ class EngineConfig:
             object.__setattr__(self, "attention_backend", "auto")
         if self.long_prefill_token_threshold == 0:  # vLLM's default: no limit
             object.__setattr__(self, "long_prefill_token_threshold", None)
+        if self.limit_mm_per_prompt == {}:  # vLLM's default
+            object.__setattr__(self, "limit_mm_per_prompt", None)
         dtype = self.dtype
         if type(dtype).__name__ == "dtype":  # torch's, which need not be imported to be named
             dtype = str(dtype).removeprefix("torch.")

@@ -277,6 +277,22 @@ class FrontEnd:
             exchange.extra_headers.append((b"x-paged-ignored", ", ".join(call.ignored).encode()))
         return call
 
+    async def fetch_images(self, exchange: Exchange, call: Call) -> None:
+        """Fetch the images at URLs in a call's messages, within its timeout_s. They count as its body.
+
+        Raises RequestError, HttpError and RequestTimeoutError.
+        """
+        images = self.engine.text.images
+        conversation = call.conversation
+        if images is None or images.fetcher is None or conversation is None:
+            return
+        with call.naming_field(call.PROMPT_FIELD):
+            urls = images.urls_of(conversation.messages)
+            if urls:
+                deadline = Deadline(exchange.time_left(call.timeout_s))
+                fetching = images.fetcher.fetch_all(urls, exchange.hold)
+                conversation.fetched = await deadline.wait_for(fetching)
+
     async def reload_keys(self) -> int:
         """Read the keys file again. Return the number of keys.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import RequestError
 from ..base.validation import shown
-from .images import ImagePrompts, NamedImage, body_of_data_url, bytes_of_data_url
+from .images import ImagePrompts, NamedImage, bytes_of_data_url, check_url, is_remote
 from .marked_text import substituted
 
 # Stands for an image in contents that are text: in no ordinary text, and no special token.
@@ -26,11 +26,31 @@ Message = Mapping[str, Any]
 
 def has_images(messages: Sequence[Any]) -> bool:
     """Return whether any message has a part that is an image."""
-    return any(
-        isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
-        for message in messages
-        for part in _parts_of(message)
-    )
+    return next(_image_parts(messages), None) is not None
+
+
+def image_parts(messages: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the parts that are images, with their paths in the messages."""
+    return [*_image_parts(messages)]
+
+
+def _image_parts(messages: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for i, message in enumerate(messages):
+        for j, part in enumerate(_parts_of(message)):
+            if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
+                yield f"messages[{i}].content[{j}]", part
+
+
+def remote_urls(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Return the URLs of images that are to be fetched, with their names in messages. Raises RequestError."""
+    urls = dict[str, str]()
+    for name, part in parts:
+        if part["type"] == "image_url":
+            _, url_name, part = _named(name, part)
+            url = _url_of(f"{name}.image_url", part["image_url"], part.get("detail"))
+            if is_remote(url):
+                urls.setdefault(url, url_name)
+    return urls
 
 
 def _parts_of(message: Any) -> Sequence[Any]:
@@ -39,43 +59,53 @@ def _parts_of(message: Any) -> Sequence[Any]:
     return content if is_list else ()  # type: ignore[return-value]
 
 
-def take_images(messages: Sequence[Message]) -> tuple[list[Message], list[NamedImage]]:
-    """Return a conversation whose images are {"type": "image"}, and the images. Raises RequestError."""
+def take_images(
+    messages: Sequence[Message], fetched: Mapping[str, bytes]
+) -> tuple[list[Message], list[NamedImage]]:
+    """Return a conversation whose images are {"type": "image"}, and the images. Raises RequestError.
+
+    fetched: the images at URLs.
+    """
     images = list[NamedImage]()
     found = list[Message]()
     for i, message in enumerate(messages):
         parts = list[Any]()
         for j, part in enumerate(_parts_of(message)):
             if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
-                images.append(image_of(f"messages[{i}].content[{j}]", part))
+                images.append(image_of(f"messages[{i}].content[{j}]", part, fetched))
                 part = {"type": "image"}
             parts.append(part)
         found.append({**message, "content": parts} if parts else message)
     return found, images
 
 
-def image_of(name: str, part: Mapping[str, Any]) -> NamedImage:
+def image_of(name: str, part: Mapping[str, Any], fetched: Mapping[str, bytes]) -> NamedImage:
     """Decode the image in a part of a message. Raises RequestError, which names the wrong field.
 
     name: the path of the part in the request, such as messages[0].content[1], for errors. If the part has a
-        "place", that path is used instead.
+        "place", that path is used instead; if it has a "url_place", that one is used for its URL.
     """
-    if "place" in part:
-        name = str(part["place"])
-        part = {key: value for key, value in part.items() if key != "place"}
+    name, url_name, part = _named(name, part)
     key = _check_part(name, part)
     value = part[key]
     if key == "image_url":
         url = _url_of(f"{name}.image_url", value, part.get("detail"))
-        return NamedImage(name, bytes_of_data_url(f"{name}.image_url.url", url))
+        return NamedImage(name, fetched[url] if url in fetched else bytes_of_data_url(url_name, url))
     return NamedImage(name, f"data:;base64,{value}" if key == "base64" else value)
+
+
+def _named(name: str, part: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    """Return the names of a part and of its URL, and the part without them. See `image_of`."""
+    name = str(part.get("place", name))
+    url_name = str(part.get("url_place", f"{name}.image_url.url"))
+    return name, url_name, {key: value for key, value in part.items() if key not in ("place", "url_place")}
 
 
 def check_image_url(name: str, part: Mapping[str, Any]) -> None:
     """Raise RequestError for a part of type image_url that no model could see. Its image is not read yet."""
     key = _check_part(name, part)
     url = _url_of(f"{name}.{key}", part[key], part.get("detail"))
-    body_of_data_url(f"{name}.{key}.url", url)
+    check_url(f"{name}.{key}.url", url)
 
 
 def _check_part(name: str, part: Mapping[str, Any]) -> str:

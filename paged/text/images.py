@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..architectures.towers import VisionSpec
 from ..base.errors import RequestError, ResourceError, reject_unknown
@@ -21,10 +23,14 @@ from .marked_text import substituted
 from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers
 
+if TYPE_CHECKING:
+    from ..images.fetching import Fetcher
+
 IMAGE_LIMITS = WorkerLimits(time_s=4.0, wall_s=30.0, memory=2 * 2**30, characters=128 * 2**20)
 MOST_DECODING = 2  # images at once, each by a process
 MOST_FILE_BYTES = 64 * 2**20
 DATA = "data:"
+HTTPS = "https:"
 
 
 class NamedImage(NamedTuple):
@@ -42,13 +48,27 @@ class Parsed(NamedTuple):
     images: tuple[PromptImage, ...]
 
 
+def is_remote(url: str) -> bool:
+    """Return whether a URL is that of an image which may be fetched."""
+    return url[: len(HTTPS)].lower() == HTTPS
+
+
+def check_url(name: str, url: str) -> None:
+    """Raise RequestError for a URL that no server takes. Which of https: are fetched is checked later."""
+    if not is_remote(url):
+        body_of_data_url(name, url)
+
+
 def body_of_data_url(name: str, url: str) -> str:
     """Return the base64 of an image in a data: URL. Raises RequestError for any other URL."""
     if url[: len(DATA)].lower() != DATA:
         scheme, colon, _ = url[:32].partition(":")
         given = f"one of {scheme}:" if colon else shown(url[:32])
+        why = "nothing is fetched"
+        if is_remote(url):
+            why = f"{why}, as the server names no hosts (--allowed-media-domains)"
         raise RequestError(
-            f"{name} must be a data: URL with the image in base64, got {given}; nothing is fetched",
+            f"{name} must be a data: URL with the image in base64, got {given}; {why}",
             param=name,
         )
     head, comma, body = url[len(DATA) :].partition(",")
@@ -78,11 +98,15 @@ class ImagePrompts:
     """Reads the images of prompts for one model, and writes the tokens that stand for them.
 
     most: the most images of a prompt.
+    media_domains: the hosts from which images are fetched; see `Fetcher`.
     """
 
-    def __init__(self, vision: VisionSpec, tokenizer: Tokenizer | None, most: int) -> None:
+    def __init__(
+        self, vision: VisionSpec, tokenizer: Tokenizer | None, most: int, media_domains: Sequence[str] = ()
+    ) -> None:
         self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
         self.most = most
+        self.fetcher = _new_fetcher(media_domains)
         self._tokenizer = tokenizer
         self._family = PROMPT_FAMILIES[vision.family]
         self._resizing = resizing_of(vision)
@@ -141,10 +165,7 @@ class ImagePrompts:
 
         prompt: text or token ids. options: those of `Tokenizer.encode`.
         """
-        if len(images) > self.most:
-            raise RequestError(
-                f"the prompt has {len(images)} images, and limit_mm_per_prompt allows {self.most}"
-            )
+        self.check_number(len(images))
         if isinstance(prompt, str) and self._tokenizer is None:
             raise RequestError(
                 "a prompt that is text needs the tokenizer, which skip_tokenizer_init=True left out"
@@ -162,6 +183,49 @@ class ImagePrompts:
         return Parsed(
             prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels)
         )
+
+    def check_number(self, num_images: int) -> None:
+        """Raise RequestError for more images than a prompt may have."""
+        if num_images > self.most:
+            raise RequestError(
+                f"the prompt has {num_images} images, and limit_mm_per_prompt allows {self.most}"
+            )
+
+    def with_places(self, prompt: str, num_images: int) -> str:
+        """Return a text with placeholders at its beginning if it has none."""
+        return prompt if self.count_in(prompt) else self.written * num_images + prompt
+
+    def num_tokens(self, images: Sequence[NamedImage], known: dict[bytes, int]) -> int:
+        """Return how many tokens a prompt has at most in place of these images' placeholders.
+
+        known: the numbers that were found before, which are added to: an image is decoded once.
+
+        Raises RequestError.
+        """
+        total = 0
+        for name, image in images:
+            key = hashlib.sha256(image).digest() if isinstance(image, bytes) else b""
+            if not key or key not in known:
+                own = self._family.tokens(self.vision, self._read(name, image).size)
+                known[key] = len(own.token_ids) + len(own.before) + len(own.after) - 1
+            total += known[key]
+        return total
+
+    def urls_of(self, messages: Sequence[Any]) -> dict[str, str]:
+        """Return the URLs of a conversation's images that are to be fetched, with their names in messages.
+
+        Raises RequestError for URLs that are not fetched, and for more images than a prompt may have.
+        """
+        from .chat_images import image_parts, remote_urls
+
+        if self.fetcher is None:
+            return {}
+        parts = image_parts(messages)
+        self.check_number(len(parts))
+        urls = remote_urls(parts)
+        for url, name in urls.items():
+            self.fetcher.check(name, url)
+        return urls
 
     def count_in(self, text: str) -> int:
         """Return how many images a text has placeholders for."""
@@ -183,8 +247,14 @@ class ImagePrompts:
             return self._decoded(name, bytes(image))
         if isinstance(image, str) and image[: len(DATA)].lower() == DATA:
             return self._decoded(name, bytes_of_data_url(name, image))
+        if isinstance(image, str) and is_remote(image):
+            if self.fetcher is None:
+                raise RequestError(
+                    f"{name} is a URL of https:, and nothing is fetched; allowed_media_domains names hosts"
+                )
+            return self._decoded(name, self.fetcher.fetch_now({image: name})[image])
         if isinstance(image, str | os.PathLike):
-            return self._decoded(name, _bytes_of_file(name, image))
+            return self._decoded(name, bytes_of_file(name, image))
         raise RequestError(
             f"{name} must be an image of Pillow or numpy, a path, or the bytes of a file, got {shown(image)}"
         )
@@ -316,6 +386,19 @@ class ImagePrompts:
         return tuple(images)
 
 
+def _new_fetcher(domains: Sequence[str]) -> Fetcher | None:
+    """Return what fetches images from these hosts. Raises ResourceError if h11 is not installed."""
+    if not domains:
+        return None
+    try:
+        from ..images.fetching import Fetcher
+    except ImportError:
+        raise ResourceError(
+            "allowed_media_domains needs h11, which is not installed; install paged with the extra 'images'"
+        ) from None
+    return Fetcher(domains)
+
+
 def _bare(token_ids: list[int], marker: int) -> list[int]:
     """Return the tokens of an image from its first embedding to its last one."""
     last = len(token_ids) - token_ids[::-1].index(marker)
@@ -333,13 +416,15 @@ def _from_array(name: str, array: Any) -> Any:
     return pillow().fromarray(array)
 
 
-def _bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
+def bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a file. Raises RequestError."""
     file = Path(path)
     try:
-        size = file.stat().st_size
-        if size > MOST_FILE_BYTES:
-            raise RequestError(f"{name} has {size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a device may have no end
+            raise RequestError(f"{name}: {shown(str(path))} is no regular file")
+        if found.st_size > MOST_FILE_BYTES:
+            raise RequestError(f"{name} has {found.st_size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
         return file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or str(error)

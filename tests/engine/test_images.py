@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paged import LLMEngine, SamplingParams
+from paged import LLMEngine, SamplingParams, UsageError
 from paged.runner.model_runner import ModelRunner
 from paged.sampling.sampler import Draw
 from paged.scheduler.scheduler import Scheduler
@@ -255,3 +255,36 @@ def test_templates_of_strings_get_placeholders(name, reading):
     assert output.prompt_token_ids.count(FAMILIES[name].marker) > 1
     ordinary = reading.tokenizer.encode("user: a<", add_special_tokens=False)
     assert output.prompt_token_ids[: len(ordinary)] == ordinary or written[0] != "<"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl"])
+def test_saved_and_pinned_prefixes_know_their_images(name, tmp_path):
+    """After a restart an image is found, and needs no tower; another one of its size is not."""
+    at = FAMILIES[name].ids
+    images = [picture(seed, 30, 20) for seed in (1, 2)]
+    prompts = [([5, 6, *at, *range(7, 40)], [image]) for image in images]
+
+    def tokens_of(engine: LLMEngine) -> tuple[list[list[int]], list[int]]:
+        outputs = engine.generate([*map(given, prompts)], greedy(4), use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs], [o.num_cached_tokens for o in outputs]
+
+    expected, _ = tokens_of(new_engine(seeing(name), enable_prefix_caching=False))
+    first = new_engine(seeing(name), block_size=8)
+    assert first.pin_prefix(given(prompts[0])) > len(at) + 8
+    with pytest.raises(UsageError, match="is pinned already"):
+        first.pin_prefix(given(prompts[0]))
+    with pytest.raises(UsageError, match="this prompt is not pinned; 1 others are"):
+        first.unpin_prefix(given(prompts[1]))
+    path = tmp_path / "saved"
+    assert first.save_prefix(path, given(prompts[0])) > 4
+    again = new_engine(seeing(name), block_size=8)
+    assert again.load_prefix(path) > 4
+    again.pin_prefix(given(prompts[0]))
+    assert again.runner.images.num_computed == 0
+    found, cached = tokens_of(again)
+    assert found == expected
+    assert cached[0] >= 40
+    assert cached[1] == 0  # the image begins in the first block
+    assert again.runner.images.num_computed == 1
+    again.unpin_prefix(given(prompts[0]))
+    assert_all_free(again)

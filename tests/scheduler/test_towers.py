@@ -1,4 +1,4 @@
-"""Images of prompts in the scheduler: a tower works on them beside decodes, before their tokens are computed."""
+"""Images in the scheduler: a tower works on them beside decodes, before their tokens are computed."""
 
 from __future__ import annotations
 

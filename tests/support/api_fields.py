@@ -162,6 +162,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "options": ({"num_predict": 5}, {}),
     "format": ("json", {}),
     "think": (False, {}),
+    "images": (["AAAA"], {}),
     "raw": (True, {}),
     "n_predict": (5, {}),
     "repeat_penalty": (1.5, {}),

@@ -50,7 +50,7 @@ class _Bounds(Loadable):
 
 
 class ClippedLinears(nn.Module):
-    """Linear layers over the same inputs, with their outputs behind each other. Inputs and outputs of each are
+    """Linear layers over the same inputs, whose outputs are concatenated. Inputs and outputs of each are
     clamped.
 
     outputs: how many outputs each has, by its name, behind which `linear` stands.

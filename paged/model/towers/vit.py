@@ -118,14 +118,15 @@ def _linear(
 
     order: that of the dimensions in each head, for all outputs but those of the last name.
     """
-    indices = _in_order(outputs, order) if order is not None else [None] * len(outputs)
     if spec.is_clipped:
+        indices = [None] * len(outputs) if order is None else _in_order(outputs, order)
         return ClippedLinears(in_features, outputs, spec.names.linear, indices, bias=spec.bias)
     stored = {name + spec.names.linear: count for name, count in outputs.items()}
     index = None
     if order is not None:
         starts = [0, *accumulate(outputs.values())]
-        index = torch.cat([start + own for start, own in zip(starts, indices, strict=False)])  # type: ignore[operator]
+        own = _in_order(outputs, order)
+        index = torch.cat([rows + start for start, rows in zip(starts, own, strict=False)])
     return TowerLinear(in_features, StoredRows(stored, index), bias=spec.bias, role=role)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ...engine.model_text import ModelText
     from ...text.tokenizer import Tokenizer
+    from .conversation import Conversation
 
 # What the engine calls some fields of bodies; None for that of the prompts.
 _ENGINE_FIELDS = {"prompt": None, "prompt_token_ids": None, "tenant": "user"}
@@ -73,6 +74,7 @@ class Call(ABC):
     stream: whether to answer by server-sent events.
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
+    conversation: the messages of the body; None if it has none.
     load_s: seconds for which the request has waited until its model was loaded.
     keep_alive: seconds for which the model stays loaded after the request; None as the server says.
     """
@@ -81,6 +83,7 @@ class Call(ABC):
     PROMPT_FIELD: ClassVar[str] = "prompt"
     NAMES: ClassVar[OwnNames] = OwnNames()
     is_queued: ClassVar[bool] = True
+    conversation: Conversation | None = None
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self.values, without_effect = self.read(body)

@@ -23,6 +23,7 @@ _VARIABLES = ("reasoning_effort", "documents")
 class Conversation:
     """The messages of a body, and how to render them.
 
+    fetched: the images at URLs of its messages; None while they are to be fetched.
     tools: the tools that the template shows to the model.
     tool_format: describes the tools in messages if the template cannot show tools.
     """
@@ -37,6 +38,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = values["messages"]
         if limits.system is not None and self.messages[0]["role"] not in ("system", "developer"):
             self.messages = [{"role": "system", "content": limits.system}, *self.messages]
+        self.fetched: Mapping[str, bytes] | None = None
         self.tools: Sequence[Mapping[str, Any]] | None = None
         self.tool_format: ToolFormat = limits.chat_format.tools or JSON_FORMAT
         self._values = values
@@ -66,6 +68,7 @@ class Conversation:
         variables = {name: values[name] for name in _VARIABLES if name in values}
         prompt = text.render_chat(
             messages,
+            fetched=self.fetched,
             tools=tools,
             add_generation_prompt=values.get("add_generation_prompt", True),
             continue_final_message=values.get("continue_final_message", False),

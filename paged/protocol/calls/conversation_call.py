@@ -42,6 +42,7 @@ class ConversationCall(AnswerCall):
     """A body with a conversation. Its answer may contain reasoning and tool calls."""
 
     DEFAULT_MAX_TOKENS = None  # up to the end of the context
+    conversation: Conversation
 
     def converse(self, values: Mapping[str, Any]) -> None:
         """Set the conversation from parsed fields of a chat body. Raises RequestError naming the field."""

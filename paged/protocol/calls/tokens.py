@@ -83,6 +83,7 @@ class TokenizeCall(TextCall):
             prompt = {"add_special_tokens": True, **self.values}
         else:
             name = "messages"
+            assert self.conversation is not None, "a body has a prompt or messages"
             with self.naming_field(name):
                 prompt = self.conversation.prompt(text)
         tokens = tokens_of(self, text, name, prompt, max_model_len)
@@ -126,14 +127,18 @@ def tokens_of(
     with call.naming_field(name):
         least = tokenizer.least_tokens(prompt["prompt"], most)
         _check_length(name, least, max_model_len, at_least="at least ")
-        special = {"add_special_tokens": prompt["add_special_tokens"]}
-        if "multi_modal_data" in prompt and text.images is not None:
-            images = text.images.given(prompt["multi_modal_data"])
-            tokens = text.images.parse(prompt["prompt"], images, **special).token_ids
-        else:
-            tokens = tokenizer.encode(prompt["prompt"], **special)
+        tokens = encoded(text, tokenizer, prompt)
         _check_length(name, len(tokens), max_model_len)
     return tokens
+
+
+def encoded(text: ModelText, tokenizer: Tokenizer, prompt: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt that is text, with those of its images. Raises RequestError."""
+    special = {"add_special_tokens": prompt["add_special_tokens"]}
+    if "multi_modal_data" in prompt and text.images is not None:
+        images = text.images.given(prompt["multi_modal_data"])
+        return text.images.parse(prompt["prompt"], images, **special).token_ids
+    return tokenizer.encode(prompt["prompt"], **special)
 
 
 def _check_length(name: str, num_tokens: int, max_model_len: int, at_least: str = "") -> None:

@@ -46,7 +46,7 @@ class _PartKind(JSONObject):
             "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
             "required": ["type", "text"],
         }
-        url = {"type": "string", "pattern": "^data:"}
+        url = {"type": "string", "pattern": "^(data|https):"}
         detail = {"enum": ["auto", "low", "high", "original"]}
         image_url = {"type": "object", "properties": {"url": url, "detail": detail}, "required": ["url"]}
         image = {
@@ -78,7 +78,7 @@ CALL_TABLE = FieldTable(
     ],
     is_open=True,
 )
-_NO_MEDIA = "this version takes text alone"
+_NO_MEDIA = "models see text and images alone"
 CONTENT: Kind = OneOf((Text(), ListOf(_PartKind())))
 MESSAGE_TABLE = FieldTable(
     "a message",

@@ -15,6 +15,7 @@ from ..calls.call import AnswerCall, OwnNames
 from ..calls.conversation import Conversation
 from ..calls.tokens import TextCall
 from ..fields.common import COMMON_FIELDS, TEMPLATE_FIELDS
+from ..fields.images import with_images
 from ..fields.messages import MESSAGES
 from ..fields.sampling import check_most_logprobs, sampling_field
 from ..fields.tools import TOOLS
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
 MAX_FILES = 256  # of input_extra
+MARKER = "<__media__>"  # stands for an image in a prompt
+MARKED = f'prompt: {{"prompt_string": "{MARKER}...", "multimodal_data": [BASE64]}}'
 _OPTIONS = {field.name: field for field in OPTIONS.fields}
 # What llama.cpp's bodies and Ollama's options call alike.
 _SAMPLED = (
@@ -55,15 +58,22 @@ _ANSWER = [
     *refused("n_cmpl n", "/v1/completions has several samples", 1),
     *refused("n_indent", "it is not implemented", 0),
     *refused("lora", "LoRA adapters are not supported yet", []),
-    *refused("image_data multimodal_data", "this version takes text alone", []),
+    *refused("image_data multimodal_data", f"{MARKED} shows images", []),
 ]
+_PROMPT = FieldTable(
+    "a prompt",
+    [
+        Field("prompt_string", Text(), f"the text, with {MARKER} where an image stands", required=True),
+        Field("multimodal_data", ListOf(Text(1)), "the images in base64"),
+    ],
+)
 COMPLETION_FIELDS = FieldTable(
     "/completion",
     [
         Field(
             "prompt",
-            OneOf((Text(1), TokenIds(1))),
-            "the text to complete, or its token ids",
+            OneOf((Text(1), TokenIds(1), ObjectOf(_PROMPT))),
+            "the text to complete, its token ids, or an object with images",
             required=True,
         ),
         *_ANSWER,
@@ -102,6 +112,7 @@ class NativeCall(AnswerCall):
         (r"^structured_outputs\b", "grammar"),
         (r"^repetition_penalty\b", "repeat_penalty"),
         (r"^max_tokens\b", "n_predict"),
+        (r"^multi_modal_data\b", "prompt.multimodal_data"),
     )
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
@@ -134,9 +145,11 @@ class NativeCall(AnswerCall):
             values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         return values, without_effect
 
-    def prompts(self, text: ModelText) -> Sequence[Prompt]:  # noqa: ARG002
-        """Return the prompt."""
+    def prompts(self, text: ModelText) -> Sequence[Prompt]:
+        """Return the prompt. Raises RequestError."""
         prompt = self.values["prompt"]
+        if isinstance(prompt, dict):
+            return [_with_images(text, prompt["prompt_string"], prompt.get("multimodal_data", ()))]
         if isinstance(prompt, str):
             return [{"prompt": prompt, "add_special_tokens": True}]
         return [{"prompt_token_ids": prompt}]
@@ -151,6 +164,19 @@ class NativeCall(AnswerCall):
     def chunks(self, identity: str, created: int, model: str) -> NativeChunks:
         """Return what makes the events of the answer."""
         return NativeChunks(Head(identity, "completion", created, model), Form(), num_probs=self._num_probs)
+
+
+def _with_images(text: ModelText, prompt: str, images: Sequence[str]) -> Prompt:
+    """Return a prompt with a placeholder for each marker. Raises RequestError."""
+    if (num := prompt.count(MARKER)) != len(images):
+        raise RequestError(
+            f"prompt.prompt_string has {num} times {MARKER}, and prompt.multimodal_data {len(images)} images",
+            param="prompt.prompt_string",
+        )
+    if text.images is not None:
+        prompt = prompt.replace(MARKER, text.images.written)
+    given: Any = with_images(text, prompt, "prompt.multimodal_data", images) if images else {"prompt": prompt}
+    return {**given, "add_special_tokens": True}
 
 
 class InfillCall(NativeCall):
@@ -196,6 +222,7 @@ class ApplyTemplateCall(TextCall):
     """A body of /apply-template."""
 
     table = APPLY
+    conversation: Conversation
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.fields import FieldTable
 from ...requests.request import RequestOutput
 from ..answers.chunks import Head
+from ..calls.conversation import Conversation
 from ..calls.conversation_call import ConversationCall, converse
 from ..calls.tokens import TextCall, tokens_of
 from ..limits import Limits
@@ -77,6 +78,7 @@ class MessageCountCall(TextCall):
 
     table = COUNT_TABLE
     PROMPT_FIELD = "messages"
+    conversation: Conversation
 
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)

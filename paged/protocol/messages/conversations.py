@@ -156,8 +156,9 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
 def _image(name: str, source: Block) -> Block:
     """Return the part of a chat's message for the source of an image block."""
     if source["type"] == "url":
-        return image_part(name, source["url"])
-    return image_part(name, f"data:{source['media_type']};base64,{source['data']}")
+        return image_part(name, source["url"], field="source.url")
+    url = f"data:{source['media_type']};base64,{source['data']}"
+    return image_part(name, url, field="source.data")
 
 
 def _assistant(blocks: Sequence[NamedBlock]) -> Message:

@@ -10,7 +10,7 @@ from ...base.kinds import Boolean, Integer
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
-from ..fields.images import MEDIA_TYPES, DataURL
+from ..fields.images import MEDIA_TYPES, ImageURL
 from ..fields.sampling import TOKEN_FIELDS
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_STOP_STRINGS
@@ -86,7 +86,7 @@ _SOURCES = {
             Field("data", Text(1), "the file in base64", required=True),
         ],
     ),
-    "url": FieldTable("a source", [_type("url"), Field("url", DataURL(), "the image", required=True)]),
+    "url": FieldTable("a source", [_type("url"), Field("url", ImageURL(), "the image", required=True)]),
 }
 IMAGE_BLOCK = FieldTable(
     "a block",

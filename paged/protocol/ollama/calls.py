@@ -18,7 +18,9 @@ from ...requests.request import Prompt, RequestOutput
 from ..answers.chunks import Head
 from ..calls.call import Call, OwnNames
 from ..calls.conversation_call import ConversationCall
+from ..calls.tokens import encoded
 from ..calls.vectors import EmbeddingCall
+from ..fields.images import image_part, with_images
 from ..fields.sampling import check_most_logprobs
 from ..limits import MAX_NAME_LENGTH, Limits
 from .answers import Durations, OllamaLines, done_without_text
@@ -36,6 +38,7 @@ _NAMES = OwnNames(
     ),
     (r"^repetition_penalty\b", "options.repeat_penalty"),
     (r"^max_tokens\b", "options.num_predict"),
+    (r"^multi_modal_data\b", "images"),
 )
 
 
@@ -114,8 +117,7 @@ class _OllamaCall(ConversationCall):
     def _count(self, text: ModelText, prompts: Sequence[Any]) -> None:
         if "num_ctx" in self._options and text.tokenizer is not None:
             (prompt,) = prompts
-            tokens = text.tokenizer.encode(prompt["prompt"], add_special_tokens=prompt["add_special_tokens"])
-            self._num_prompt = len(tokens)
+            self._num_prompt = len(encoded(text, text.tokenizer, prompt))
 
     def given_params(self) -> dict[str, Any]:
         """Return the arguments of SamplingParams that the body gives, after `prompts`."""
@@ -193,7 +195,8 @@ class OllamaGenerateCall(_OllamaCall):
             limits = replace(limits, chat_format=ChatFormat())
         super().__init__(body, limits)
         prompt = self.values.get("prompt", "")
-        messages = [{"role": "user", "content": prompt}]
+        images = self.values.get("images", ())
+        messages = [{"role": "user", "content": prompt if self._is_raw else _shown("images", images, prompt)}]
         if self.values.get("system"):
             if self._is_raw:
                 raise RequestError(
@@ -204,14 +207,17 @@ class OllamaGenerateCall(_OllamaCall):
 
     @property
     def _has_prompt(self) -> bool:
-        return bool(self.values.get("prompt"))
+        return bool(self.values.get("prompt") or self.values.get("images"))
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the prompt."""
         if not self._is_raw:
             return super().prompts(text)
-        prompts: list[Any] = [{"prompt": self.values["prompt"], "add_special_tokens": True}]
-        self._prompt = self.values["prompt"]
+        prompt: dict[str, Any] = {"prompt": self.values.get("prompt", ""), "add_special_tokens": True}
+        if self.values.get("images"):
+            prompt |= with_images(text, prompt["prompt"], "images", self.values["images"])
+        prompts = [prompt]
+        self._prompt = prompt["prompt"]
         self.decode_with(text.tokenizer)
         self._count(text, prompts)
         return prompts
@@ -222,9 +228,15 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     result = list[dict[str, Any]]()
     waiting = list[str]()
     count = 0
-    for message in messages:
-        own = {name: value for name, value in message.items() if name not in ("thinking", "tool_name")}
+    for i, message in enumerate(messages):
+        dropped = ("thinking", "tool_name", "images")
+        own = {name: value for name, value in message.items() if name not in dropped}
         own.setdefault("content", "")
+        if message.get("images"):
+            place = f"messages[{i}].images"
+            if message["role"] != "user":
+                raise RequestError(f"{place} is of role {message['role']!r}; users send images", param=place)
+            own["content"] = _shown(place, message["images"], own["content"])
         if message.get("thinking"):
             own |= {"reasoning": message["thinking"], "reasoning_content": message["thinking"]}
         if message.get("tool_calls"):
@@ -246,6 +258,14 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 own["tool_call_id"] = waiting.pop(0)
         result.append(own)
     return result
+
+
+def _shown(place: str, images: Sequence[str], text: str) -> str | list[dict[str, Any]]:
+    """Return a content that shows images before its text. place: of the images in the body."""
+    if not images:
+        return text
+    parts = [image_part(f"{place}[{i}]", f"data:;base64,{image}") for i, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}]
 
 
 class OllamaEmbedCall(EmbeddingCall):

@@ -81,7 +81,7 @@ class ThinkKind(Kind):
 
 
 MODEL = Field("model", Text(1, MAX_NAME_LENGTH), "a name of the model, perhaps with :latest", required=True)
-_IMAGES = [*refused("images", "this version takes text alone", [])]
+_IMAGES = [Field("images", ListOf(Text(1)), "images in base64, which stand before the text")]
 _STREAM = Field("stream", Boolean(), "send lines of JSON while the answer is generated, by default true")
 _THINK = Field("think", ThinkKind(), "enable_thinking, or reasoning_effort, of the template")
 _ANSWER = [

@@ -180,14 +180,20 @@ class ResponseCall(ConversationCall):
         room: int = self.values.get("max_output_tokens", 1)
         most = context - min(room, context // 2)
 
+        known: dict[bytes, int] = {}  # the tokens of images
+
         def fits(cut: Sequence[Message]) -> bool:
             self.conversation.messages = self._with_instructions(cut)
             prompt = self.conversation.prompt(text)
             rendered = prompt["prompt"]
-            if tokenizer.least_tokens(rendered, most):
+            images = prompt.get("multi_modal_data", {}).get("image", ())
+            if tokenizer.least_tokens(rendered, most) or (images and len(images) > text.most_images):
                 return False
             tokens = tokenizer.encode(rendered, add_special_tokens=prompt["add_special_tokens"])
-            return len(tokens) <= most
+            num_tokens = len(tokens)
+            if images and text.images is not None and num_tokens <= most:
+                num_tokens += text.images.num_tokens(images, known)
+            return num_tokens <= most
 
         with self.naming_field(self.PROMPT_FIELD):
             self.conversation.messages = self._with_instructions(fitting(messages, fits))

@@ -15,7 +15,7 @@ from ...base.validation import shown
 from ...chat.tools import MAX_TOOLS
 from ..fields.builtin_tools import FunctionOrBuiltin
 from ..fields.common import COMMON_FIELDS, EFFORTS, INCLUDE_REASONING, NO_THINKING_FIELD, TEMPLATE_KWARGS
-from ..fields.images import DETAIL, DataURL
+from ..fields.images import DETAIL, ImageURL
 from ..fields.sampling import TOKEN_FIELDS, sampling_field
 from ..fields.tools import LONG_FUNCTION_NAME, ArgumentsSchema
 from ..limits import MAX_MESSAGES, MAX_TOP_LOGPROBS
@@ -39,7 +39,7 @@ _PARTS = {
         "a part",
         [
             _type("input_image"),
-            Field("image_url", DataURL(), "the image", required=True),
+            Field("image_url", ImageURL(), "the image", required=True),
             Field("detail", DETAIL, "has no effect: an image is shown as the model's processor does"),
             *refused("file_id", "there are no uploaded files"),
             *ignored("prompt_cache_breakpoint", "prefixes are cached"),
@@ -335,7 +335,7 @@ RESPONSE_TABLE = FieldTable(
         *refused("conversation", "it is stored nowhere: send its items, or a previous_response_id"),
         *refused("prompt", "prompts are not stored: send the text as input and instructions"),
         *refused("context_management", "items are not compacted: send fewer", []),
-        *refused("image", "this version takes text alone"),
+        *refused("image", "a message of input shows it as a part of type input_image"),
         *refused("messages", "its name is input"),
         *refused("max_tokens max_completion_tokens", "its name is max_output_tokens"),
         *refused("response_format", 'its place is text: {"format": ...}'),

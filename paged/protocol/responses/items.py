@@ -112,7 +112,7 @@ class _Turns:
 def _chat_part(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part as those of a chat's messages are."""
     if part["type"] == "input_image":
-        return image_part(name, part["image_url"], part.get("detail"))
+        return image_part(name, part["image_url"], part.get("detail"), field="image_url")
     return {"type": "text", "text": _part_text(part)}
 
 

@@ -66,7 +66,8 @@ class BodyBudget:
     def on_progress(self, room: BodyRoom) -> None:
         """Record that a body has made progress."""
         room.progressed_at = self.clock()
-        self._being_read[room] = self._being_read.pop(room)
+        if room in self._being_read:  # or it has arrived, and what it names is fetched
+            self._being_read[room] = self._being_read.pop(room)
 
     def _fits(self, room: BodyRoom, num_bytes: int) -> bool:
         most = self.max_bytes + (SMALL_BODIES_BYTES if room.num_bytes + num_bytes <= SMALL_BYTES else 0)

@@ -241,14 +241,23 @@ class Exchange:
             if room.num_bytes + len(body) > self.max_body_bytes:
                 raise self._too_large()
             if not await _grow(room, len(body)):
-                raise HttpError(
-                    503,
-                    f"the bodies of the requests in progress may have {self._budget.max_bytes:,} bytes "
-                    "together, and each client its share; send the request again when some have ended",
-                    headers=((b"connection", b"close"),),
-                )
+                raise self._no_room(((b"connection", b"close"),))
             parts.append(body)
         return parts
+
+    async def hold(self, num_bytes: int) -> None:
+        """Count bytes that were fetched for the request as those of its body. Raises HttpError."""
+        assert self._room is not None, "the body was read before"
+        if not await _grow(self._room, num_bytes):
+            raise self._no_room()
+
+    def _no_room(self, headers: Iterable[Header] = ()) -> HttpError:
+        return HttpError(
+            503,
+            f"the bodies of the requests in progress may have {self._budget.max_bytes:,} bytes together, and "
+            "each client its share; send the request again when some have ended",
+            headers=tuple(headers),
+        )
 
     def _too_large(self) -> HttpError:
         return HttpError(

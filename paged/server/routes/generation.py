@@ -155,6 +155,7 @@ async def _begin(
     terms = (front, exchange, call, identity)
     with front.preparing():
         if isinstance(call, ConversationCall):  # another process renders it
+            await front.fetch_images(exchange, call)
             prompts, params = await front.in_pool(
                 front.engine.text.rendering, exchange, call, _requests, *terms
             )

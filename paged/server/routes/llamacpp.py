@@ -23,7 +23,7 @@ class PropsRoute:
                 "total_slots": engine.config.num_seats,
                 "model_alias": self._front.names[0],
                 "model_path": engine.config.model,
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": engine.text.images is not None, "audio": False},
                 "chat_template": template_of(engine),
                 "build_info": f"paged {__version__}",
             },

@@ -35,7 +35,8 @@ def capabilities_of(engine: AsyncEngine[Any] | None, options: ServeOptions) -> l
     )
     tools = ["tools"] if found.tools is not None else []
     thinking = ["thinking"] if found.reasoning is not None else []
-    return ["completion", *tools, *thinking]
+    vision = ["vision"] if engine.text.images is not None else []
+    return ["completion", *vision, *tools, *thinking]
 
 
 def _entries(front: FrontEnd, exchange: Exchange) -> list[ModelEntry]:

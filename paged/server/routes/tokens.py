@@ -23,6 +23,7 @@ class TextRoute:
         text = front.engine.text
         call = await front.read_call(exchange, self._path, TextCall)  # type: ignore[type-abstract]
         with front.preparing():
+            await front.fetch_images(exchange, call)
             pool = text.rendering if call.renders else text.tokenizing
             answer = await front.in_pool(pool, exchange, call, _answer, call, front.engine)
         await exchange.respond(200, answer)
