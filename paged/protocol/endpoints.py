@@ -255,7 +255,11 @@ PAGE_FILES = {
         ("/page/main.js", "text/javascript", "Return the script of the page"),
         ("/page/api.js", "text/javascript", "Return the part of the script that calls the server"),
         ("/page/chat.js", "text/javascript", "Return the part of the script that chats"),
+        ("/page/conversations.js", "text/javascript", "Return the part of the script that keeps conversations"),
         ("/page/engine.js", "text/javascript", "Return the part of the script that draws the engine"),
+        ("/page/markdown.js", "text/javascript", "Return the part of the script that shows Markdown"),
+        ("/page/markdown-it.js", "text/javascript", "Return the library that reads Markdown"),
+        ("/page/markdown-it.LICENSE.txt", "text/plain", "Return the licences of that library"),
     )
 }
 GET_REQUESTS = Endpoint(
