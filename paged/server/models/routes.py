@@ -240,6 +240,8 @@ def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
         "parent": None,
         "max_model_len": lobby.lengths.get(entry.name),
         "chat_defaults": {} if loaded is None else loaded.front.engine.text.chat_defaults,
+        "sampling_defaults": {} if loaded is None else loaded.front.engine.text.shown_defaults,
+        "load_seconds": lobby.host.load_seconds.get(entry.name),
         "state": "absent" if resident is None else resident.stage.value,
     }
 

@@ -439,8 +439,8 @@ async function stream(message, view, body, signal, onBegin) {
   const parts = [];
   if (firstAt !== null) parts.push(`first token after ${number(firstAt - started)} ms`);
   if (usage) {
-    const rate = (usage.completion_tokens - 1) / seconds;
-    parts.push(`${number(usage.completion_tokens)} tokens`, `${number(Math.max(0, rate))} tokens/s`);
+    parts.push(`${number(usage.completion_tokens)} tokens`);
+    if (seconds > 0) parts.push(`${number(Math.max(0, usage.completion_tokens - 1) / seconds)} tokens/s`);
   }
   if (reason) parts.push(reason);
   return parts.join(" · ");

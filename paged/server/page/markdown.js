@@ -37,11 +37,11 @@ function append(root, tokens) {
 
 function appendOne(parent, token) {
   if (token.type === "inline") append(parent, token.children);
-  else if (token.type === "softbreak") parent.append("\n");
   else if (token.type === "fence" || token.type === "code_block") parent.append(codeBlock(token));
   else if (token.type === "image") parent.append(link(token.attrGet("src"), token.content || "image"));
   else if (token.type === "code_inline") parent.append(made("code", "", token.content));
-  else if (token.type === "hr" || token.type === "hardbreak") parent.append(made(token.tag));
+  else if (token.type === "hr") parent.append(made("hr"));
+  else if (token.type === "softbreak" || token.type === "hardbreak") parent.append(made("br")); // as models mean them
   else parent.append(token.content);
 }
 
