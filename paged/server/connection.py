@@ -151,7 +151,17 @@ class EngineConnection(asyncio.Protocol):
         picture: EnginePicture = await self._asked(frames.Look(next(self._asks)))
         return picture
 
-    async def _asked(self, question: frames.Ask | frames.Look) -> Any:
+    async def pin(self, token_ids: list[int], namespace: bytes, *, is_pinned: bool) -> int:
+        """Pin cached blocks, or unpin them. Return of how many tokens. Raises as `LLMEngine.pin_prefix`."""
+        count: int = await self._asked(frames.Pin(next(self._asks), token_ids, namespace, is_pinned))
+        return count
+
+    async def keep_pinned(self, folder: str, most_bytes: int) -> int:
+        """Write the pinned prefixes to a folder. Return how many. Raises EngineDeadError."""
+        count: int = await self._asked(frames.KeepPinned(next(self._asks), folder, most_bytes))
+        return count
+
+    async def _asked(self, question: frames.Ask | frames.Look | frames.Pin | frames.KeepPinned) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question.key] = answer
         try:
@@ -288,6 +298,8 @@ class EngineConnection(asyncio.Protocol):
                 self._answer(key, stats)
             case frames.Seen(key=key, picture=picture):
                 self._answer(key, picture)
+            case frames.Counted(key=key, count=count):
+                self._answer(key, count)
             case frames.Refused(key=int() as key) if (answer := self._answers.get(key)) is not None:
                 if not answer.done():
                     answer.set_exception(error_of(report))
@@ -310,7 +322,7 @@ class EngineConnection(asyncio.Protocol):
         """The latest time at which an ended process may have computed something. It may have hung before."""
         return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
 
-    def _answer(self, key: int, found: EngineStats | EnginePicture) -> None:
+    def _answer(self, key: int, found: EngineStats | EnginePicture | int) -> None:
         if (answer := self._answers.get(key)) is not None and not answer.done():
             answer.set_result(found)
 

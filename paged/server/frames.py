@@ -85,6 +85,7 @@ class Start(Frame):
     replica: the number of this process among num_replicas. The processes share the cores, or have a GPU each.
     host: the name of the front end's machine.
     adapters: the LoRA adapters that the engine reads before it serves.
+    prefixes: the folder of pinned prefixes that it loads before; "" for none.
     """
 
     options: dict[str, Any]
@@ -94,6 +95,7 @@ class Start(Frame):
     num_replicas: int
     host: str
     adapters: list[Adapter] = []
+    prefixes: str = ""
 
 
 class Generate(Frame):
@@ -177,6 +179,26 @@ class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
 
+class Pin(Frame):
+    """Pin the cached blocks of a prefix, or allow them to be evicted again, and answer with `Counted`."""
+
+    key: int
+    token_ids: list[int]
+    namespace: bytes
+    is_pinned: bool
+
+
+class KeepPinned(Frame):
+    """Write the pinned prefixes to a folder, and answer with `Counted`.
+
+    most_bytes: that the files of all models, in folders beside it, may take.
+    """
+
+    key: int
+    folder: str
+    most_bytes: int
+
+
 class Ask(Frame):
     """Answer with the current `EngineStats`, between two steps."""
 
@@ -200,6 +222,8 @@ Order = (
     | Resume
     | Weigh
     | ForgetPrefixes
+    | Pin
+    | KeepPinned
     | Ask
     | Look
 )
@@ -302,6 +326,13 @@ class Seen(Frame):
     picture: EnginePicture
 
 
+class Counted(Frame):
+    """The answer to `Pin`: of how many tokens; and to `KeepPinned`: how many prefixes were written."""
+
+    key: int
+    count: int
+
+
 class Heartbeat(Frame):
     """A sign of life. A separate thread sends it every second, since a step may take longer.
 
@@ -321,7 +352,7 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Heartbeat | Dead
+Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Counted | Heartbeat | Dead
 
 
 def _plain(value: Any) -> Any:
