@@ -1,12 +1,13 @@
 """Many requests for more models than the memory holds, with what goes wrong at home.
 
-python -m tests.at_home [--short] [--requests 500] [--seed 0]
+python -m tests.at_home [--short] [--requests 500] [--seed 0] [--busy]
 
 Three models have memory for one. Requests come by turns and in floods; some clients leave, engines are killed
 while they load and while they compute, and the files of a model go and come again. Every request ends, every
 answer is that of the model alone, and the engines keep within the memory. Two servers pull one file from a
 hub that cuts it, after other bytes than its digest. Prints what switches took beside what Ollama documents,
-and a last line of JSON. --short: 40 requests, with each kind of trouble once or more.
+and a last line of JSON. --short: 40 requests, with each kind of trouble once or more. --busy: how long two
+busy engines take beside the same in turns, and nothing else.
 """
 
 from __future__ import annotations
@@ -289,12 +290,45 @@ def _pulled(served: Served) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
+def busy_ratio() -> float:
+    """Return the time that two engines take at once, as a share of what they take in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = new_models(Path(folder), 2)
+        file = Path(folder) / "models.toml"
+        file.write_text("".join(f'[{each.name}]\ncheckpoint = "{each}"\n' for each in models))
+        with lobby_of_processes(file, engine={"device": "cpu", "max_num_seqs": 8}, memory="1GiB") as served:
+
+            def answer(model: Path) -> None:
+                body = {"model": model.name, "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "n": 4}
+                status, _, data = served.request("POST", COMPLETIONS, body, patience_s=MOST_WAIT_S)
+                assert status == 200, data
+
+            ratios = []
+            for i in range(4):
+                began = time.monotonic()
+                for model in models:
+                    answer(model)
+                in_turns = time.monotonic() - began
+                began = time.monotonic()
+                with ThreadPoolExecutor(2) as pool:
+                    list(pool.map(answer, models))
+                if i:  # the first round warms both up
+                    ratios.append((time.monotonic() - began) / in_turns)
+            return statistics.median(ratios)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--requests", type=int)
+    parser.add_argument("--busy", action="store_true", help="only measure two busy engines")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.busy:
+        ratio = busy_ratio()
+        print(f"two busy engines take {ratio:.2f} of the time that they take in turns")
+        print(json.dumps({"busy_ratio": ratio}))
+        return
     num_requests = args.requests or (SHORT if args.short else 500)
     pulls = pull_at_two_servers()
     rng = random.Random(args.seed)

@@ -163,6 +163,11 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         for engine in self._running():
             engine.reset_prefix_cache()
 
+    def share_threads(self, num_engines: int) -> None:
+        """Have the engine compute with its share of the CPU threads while so many engines are busy."""
+        for engine in self._running():
+            engine.share_threads(num_engines)
+
     async def pin_prefix(self, prompt: Prompt, salt: str | None = None, *, is_pinned: bool = True) -> int:
         """Compute a prompt's KV if needed, and pin its full blocks, or unpin them. Return of how many tokens.
 

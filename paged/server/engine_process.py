@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..base.interrupts import leave_signals_to_parent
+from ..device.threads import share_threads
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
@@ -279,6 +280,8 @@ class EngineServer:
                 self._hold(order.keys, False)
             case frames.Weigh():
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
+            case frames.Share():
+                self._tell(lambda _: share_threads(order.num_engines))
             case frames.ForgetPrefixes():
                 self._tell(self._forget_prefixes)
             case frames.Pin() | frames.KeepPinned():

@@ -175,6 +175,12 @@ class Weigh(Frame):
     weights: dict[str, float]
 
 
+class Share(Frame):
+    """Compute with an equal share of the CPU threads, as so many engines are busy on this machine."""
+
+    num_engines: int
+
+
 class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
@@ -221,6 +227,7 @@ Order = (
     | Pause
     | Resume
     | Weigh
+    | Share
     | ForgetPrefixes
     | Pin
     | KeepPinned

@@ -74,6 +74,7 @@ class LoadedModel:
     ) -> None:
         self.entry = entry
         self.pinned = pinned
+        self.num_sharing = 1  # engines that were busy when its engine was last told
         self.client = client
         self.front = front
         self.app = App(front)
@@ -82,6 +83,11 @@ class LoadedModel:
     def is_dead(self) -> bool:
         """Whether its engine has ended for good."""
         return self.client.dead_error is not None
+
+    @property
+    def shares_threads(self) -> bool:
+        """Whether its engine is one process whose number of threads no operator has chosen."""
+        return self.client.config.num_threads is None and self.client.config.num_ranks == 1
 
     async def aclose(self) -> None:
         """Keep its pinned prefixes, and end its engine."""
@@ -149,6 +155,7 @@ class Lobby:
             keep_alive=options.keep_alive_s,
             most_wait_s=options.load_wait_s,
         )
+        self.host.on_use = self._share_threads
         self.lengths: dict[str, int] = {}
         self.drain: Callable[[], None] = self.stop
         self.is_paused = False
@@ -197,6 +204,18 @@ class Lobby:
     def fronts(self) -> Iterator[ModelFrontEnd]:
         """The front ends of the models that are loaded."""
         return (model.front for model in self.loaded.values())
+
+    def _share_threads(self) -> None:
+        """Divide the CPU threads among the engines that are busy now.
+
+        With all threads each, engines would wait for each other's threads within every operation.
+        """
+        users = self.host.residency.models
+        busy = [model for name, model in self.loaded.items() if users[name].users]
+        for model in busy:
+            if model.num_sharing != len(busy) and not model.is_dead and model.shares_threads:
+                model.num_sharing = len(busy)
+                model.client.share_threads(len(busy))
 
     def _weigh(self, entry: ModelEntry) -> ModelWeight:
         return weigh(self._engine_options(entry), self.host.residency.memory)

@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from ...base.durations import parse_duration
-from ...base.errors import EngineDeadError, RequestError
+from ...base.errors import EngineDeadError, RequestError, UsageError
 from ...base.validation import shown
 from ...checkpoints.library.models_file import ModelEntry
 from ...protocol import endpoints
@@ -388,9 +388,12 @@ class PinRoute:
                 if entry.system is not None and not any(each.get("role") == "system" for each in messages):
                     messages = [{"role": "system", "content": entry.system}, *messages]
                 prompt = loaded.front.engine.text.render_chat(messages, add_generation_prompt=False)
-            num = await loaded.client.pin_prefix(
-                prompt, given.cache_salt, is_pinned=self._endpoint is POST_PIN
-            )
+            try:
+                num = await loaded.client.pin_prefix(
+                    prompt, given.cache_salt, is_pinned=self._endpoint is POST_PIN
+                )
+            except UsageError as error:
+                raise HttpError(400, str(error)) from None
             await exchange.respond_json(200, {"model": entry.name, self._verb: num})
 
 
