@@ -192,6 +192,20 @@ def test_a_model_in_use_stays_and_others_wait_for_it(lobby, engine):
     assert loading.log == ["load a", "unload a", "load b"]
 
 
+def test_busy_engines_share_the_threads(engine, file):
+    """A model that is busy alone has them all again at its next request."""
+    with lobby_here(engine, file, memory=2 * SIZE) as (server, loading), ThreadPoolExecutor(2) as pool:
+        with held(engine):
+            both = [pool.submit(server.post, COMPLETIONS, **completion(name)) for name in "ab"]
+            models = server.front.host.residency.models
+            eventually(lambda: len(models) == 2 and all(each.users for each in models.values()))
+        for each in both:
+            each.result()
+        assert {"a shares with 2", "b shares with 2"} <= {*loading.log}
+        server.post(COMPLETIONS, **completion("a"))
+        assert "a shares with 1" in loading.log
+
+
 def test_clients_that_leave_while_a_model_loads_leave_nothing(lobby):
     server, loading = lobby
     loading.gate.clear()

@@ -89,6 +89,11 @@ class LoadedModel:
         """Whether its engine is one process whose number of threads no operator has chosen."""
         return self.client.config.num_threads is None and self.client.config.num_ranks == 1
 
+    def share_threads(self, num_engines: int) -> None:
+        """Have its engine compute with a share of the CPU threads, as so many engines are busy."""
+        self.num_sharing = num_engines
+        self.client.share_threads(num_engines)
+
     async def aclose(self) -> None:
         """Keep its pinned prefixes, and end its engine."""
         if self.pinned is not None and not self.is_dead:
@@ -214,8 +219,7 @@ class Lobby:
         busy = [model for name, model in self.loaded.items() if users[name].users]
         for model in busy:
             if model.num_sharing != len(busy) and not model.is_dead and model.shares_threads:
-                model.num_sharing = len(busy)
-                model.client.share_threads(len(busy))
+                model.share_threads(len(busy))
 
     def _weigh(self, entry: ModelEntry) -> ModelWeight:
         return weigh(self._engine_options(entry), self.host.residency.memory)
