@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from ..base.errors import PagedError, RequestError, UsageError
+from ..base.errors import PagedError, RequestError, ResourceError, UsageError
 from ..text.prompt_parser import ParsedPrompt
 from . import prefixes
 from .engine import LLMEngine
@@ -63,14 +63,21 @@ class PinnedPrefixes:
         """Write the pinned prefixes to the folder of this model, in place of what is there. Return how many.
 
         most_bytes: that the files of all models may take. What does not fit is lost, and logged.
+
+        Raises ResourceError if the folder cannot be written.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         num = 0
-        with _locked(folder.parent):
-            for path in folder.glob(f"*{SUFFIX}*"):
-                path.unlink()
-            for namespace, token_ids in reversed(self._pinned):  # the newest is the likeliest to be of use
-                num += self._keep(folder, most_bytes, ParsedPrompt(None, [*token_ids], namespace))
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _locked(folder.parent):
+                for path in folder.glob(f"*{SUFFIX}*"):
+                    path.unlink()
+                for namespace, token_ids in reversed(
+                    self._pinned
+                ):  # the newest is the likeliest to be of use
+                    num += self._keep(folder, most_bytes, ParsedPrompt(None, [*token_ids], namespace))
+        except OSError as error:
+            raise ResourceError(f"{folder} cannot be written: {error.strerror}") from error
         return num
 
     def _keep(self, folder: Path, most_bytes: int, prompt: ParsedPrompt) -> bool:
@@ -106,7 +113,12 @@ class PinnedPrefixes:
     def load(self, folder: Path) -> int:
         """Load and pin the prefixes of this model's folder. Return how many. What cannot be is logged."""
         num = 0
-        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime):
+        try:
+            paths = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+        except OSError as error:
+            logger.warning("the pinned prefixes in %s are lost: %s", folder, error)
+            paths = []
+        for path in paths:
             try:
                 self._engine.load_prefix(path)
                 token_ids, namespace = _prefix_in(path)

@@ -100,7 +100,7 @@ class LoadedModel:
             try:
                 async with asyncio.timeout(KEEP_S):
                     await self.client.keep_pinned(*self.pinned)
-            except (PagedError, TimeoutError) as error:
+            except (PagedError, RuntimeError, TimeoutError) as error:
                 logger.warning("the pinned prefixes of %s are lost: %s", self.entry.name, error or "too slow")
         await self.client.__aexit__()
 
