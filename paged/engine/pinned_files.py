@@ -25,7 +25,7 @@ from .engine import LLMEngine
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".prefix"
+PREFIX_FILE = ".prefix"
 _HEADER_BYTES = 2**16  # more than a file has beside its tensors
 Prefix = tuple[bytes, tuple[int, ...]]  # namespace, tokens
 
@@ -70,7 +70,7 @@ class PinnedPrefixes:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _locked(folder.parent):
-                for path in folder.glob(f"*{SUFFIX}*"):
+                for path in folder.glob(f"*{PREFIX_FILE}*"):
                     path.unlink()
                 for namespace, token_ids in reversed(
                     self._pinned
@@ -92,7 +92,7 @@ class PinnedPrefixes:
         try:
             engine = self._engine
             prefixes.move_states(engine.core)
-            path = folder / f"{name}{SUFFIX}"
+            path = folder / f"{name}{PREFIX_FILE}"
             prefixes.save(path, engine.block_manager, engine.runner, engine.fingerprint, prompt)
         except PagedError as error:
             logger.warning("%s is lost: %s", what, error)
@@ -114,7 +114,7 @@ class PinnedPrefixes:
         """Load and pin the prefixes of this model's folder. Return how many. What cannot be is logged."""
         num = 0
         try:
-            paths = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+            paths = sorted(folder.glob(f"*{PREFIX_FILE}"), key=lambda path: path.stat().st_mtime)
         except OSError as error:
             logger.warning("the pinned prefixes in %s are lost: %s", folder, error)
             paths = []
@@ -150,8 +150,8 @@ def _make_room(folder: Path, num_bytes: int, most_bytes: int) -> bool:
     """Remove the least recently used files of other models until a file fits. Return whether it does."""
     if num_bytes > most_bytes:
         return False
-    own = sum(path.stat().st_size for path in folder.glob(f"*{SUFFIX}"))
-    others = [path for path in folder.parent.glob(f"*/*{SUFFIX}") if path.parent != folder]
+    own = sum(path.stat().st_size for path in folder.glob(f"*{PREFIX_FILE}"))
+    others = [path for path in folder.parent.glob(f"*/*{PREFIX_FILE}") if path.parent != folder]
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     used = own + sum(path.stat().st_size for path in others)
     while others and used + num_bytes > most_bytes:

@@ -137,7 +137,7 @@ class EngineConnection(asyncio.Protocol):
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
-    def tell(self, order: frames.Weigh | frames.Share | frames.ForgetPrefixes) -> None:
+    def tell(self, order: frames.Weigh | frames.ShareThreads | frames.ForgetPrefixes) -> None:
         """Send an order that concerns no single request. Raises EngineDeadError."""
         self._send(order)
 

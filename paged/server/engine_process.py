@@ -280,7 +280,7 @@ class EngineServer:
                 self._hold(order.keys, False)
             case frames.Weigh():
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
-            case frames.Share():
+            case frames.ShareThreads():
                 self._tell(lambda _: share_threads(order.num_engines))
             case frames.ForgetPrefixes():
                 self._tell(self._forget_prefixes)

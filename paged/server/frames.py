@@ -175,7 +175,7 @@ class Weigh(Frame):
     weights: dict[str, float]
 
 
-class Share(Frame):
+class ShareThreads(Frame):
     """Compute with an equal share of the CPU threads, as so many engines are busy on this machine."""
 
     num_engines: int
@@ -227,7 +227,7 @@ Order = (
     | Pause
     | Resume
     | Weigh
-    | Share
+    | ShareThreads
     | ForgetPrefixes
     | Pin
     | KeepPinned

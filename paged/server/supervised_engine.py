@@ -191,7 +191,7 @@ class SupervisedEngine:
     def share_threads(self, num_engines: int) -> None:
         """Have the process compute with its share of the CPU threads among so many engines."""
         if self.is_up:
-            self.connection.tell(frames.Share(num_engines))
+            self.connection.tell(frames.ShareThreads(num_engines))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
