@@ -1,11 +1,13 @@
 """Many requests for more models than the memory holds, with what goes wrong at home.
 
-python -m tests.at_home [--requests 500] [--seed 0]
+python -m tests.at_home [--short] [--requests 500] [--seed 0] [--busy]
 
 Three models have memory for one. Requests come by turns and in floods; some clients leave, engines are killed
 while they load and while they compute, and the files of a model go and come again. Every request ends, every
-answer is that of the model alone, and the engines keep within the memory. Prints what switches took beside
-what Ollama documents, and a last line of JSON.
+answer is that of the model alone, and the engines keep within the memory. Two servers pull one file from a
+hub that cuts it, after other bytes than its digest. Prints what switches took beside what Ollama documents,
+and a last line of JSON. --short: 40 requests, with each kind of trouble once or more. --busy: how long two
+busy engines take beside the same in turns, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import shutil
 import signal
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -29,16 +32,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from paged import LLMEngine, SamplingParams
 from paged.architectures.config import DEMO
+from paged.server.models.residency import LifeStage
+from tests.support.fake_hub import digest, fake_hub
 from tests.support.lobbies import lobby_of_processes
 from tests.support.served import Served
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = ("def f(", "class A:", "import os\n", "x = [")
 FLOOD = 12  # requests at once
+SHORT = 40  # requests of --short
+CALM_TURNS = 9  # between two with trouble
+MOST_KILL_WAIT_S = 10.0  # for a process to kill
+TELL_S = 10.0  # between two lines about how far it is
 MOST_WAIT_S = 900.0  # for an answer, behind other models
 PARAMS = {"max_tokens": 6, "temperature": 0}
 # docs.ollama.com/faq: models stay for 5 minutes, requests queue while others unload, at most 512 of them.
@@ -85,10 +95,11 @@ def load(
     num_requests: int,
     rng: random.Random,
     trouble: Callable[[random.Random], None] = lambda _: None,
+    calm_turns: int = CALM_TURNS,
 ) -> Tally:
     """Send requests by turns, in floods and with clients that leave. Return what became of them.
 
-    wanted: the text of each model and prompt. trouble: called now and then.
+    wanted: the text of each model and prompt. trouble: called once in `calm_turns` + 1 turns.
     """
     tally = Tally()
     names = sorted({name for name, _ in wanted})
@@ -96,8 +107,13 @@ def load(
     residency = served.front.host.residency  # type: ignore[attr-defined]
 
     def watch() -> None:
+        began = told = time.monotonic()
         while not is_over.wait(0.002):
             tally.most_bytes = max(tally.most_bytes, residency.used)
+            if (now := time.monotonic()) - told > TELL_S:
+                told = now
+                done = f"{sum(tally.statuses.values())} of {num_requests} requests"
+                print(f"{now - began:.0f} s: {done} have ended: {dict(tally.statuses)}", file=sys.stderr)
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -117,7 +133,7 @@ def load(
                     futures.append(pool.submit(leave, served, name, prompt, rng.random() * 0.2, tally))
                 else:
                     futures.append(pool.submit(ask, served, name, prompt, wanted, tally))
-            if rng.random() < 0.1:
+            if turn % (calm_turns + 1) == 0:
                 trouble(rng)
             for future in futures:
                 future.result()
@@ -170,24 +186,35 @@ class Trouble:
         self.counts: Counter[str] = Counter()
 
     def __call__(self, rng: random.Random) -> None:
-        if rng.random() < 0.7:
-            self._kill(rng)
-        else:
+        names = ("kills while it loads", "kills", "files gone")
+        # What came least so far comes first, so that each kind comes.
+        name = min(names, key=lambda each: (self.counts[each], rng.random()))
+        if name == "files gone":
             self._hide(rng.choice(self._models))
+        else:
+            self._kill(rng, is_loading=name != "kills")
+        self.counts[name] += 1
 
-    def _kill(self, rng: random.Random) -> None:
-        children = [pid for pid in _children_of(os.getpid()) if _runs_engine(pid)]
-        if children:
-            with suppress(ProcessLookupError):
-                os.kill(rng.choice(children), signal.SIGKILL)
-                self.counts["kills"] += 1
+    def _kill(self, rng: random.Random, *, is_loading: bool) -> None:
+        """Kill an engine process once there is one, of a model that loads or of any that is loaded."""
+        stage = LifeStage.LOADING if is_loading else LifeStage.LOADED
+        models = self._served.front.host.residency.models  # type: ignore[attr-defined]
+        until = time.monotonic() + MOST_KILL_WAIT_S
+        while time.monotonic() < until:
+            children = [pid for pid in _children_of(os.getpid()) if _runs_engine(pid)]
+            if children and any(each.stage is stage for each in [*models.values()]):
+                time.sleep(rng.random() * 0.5)  # somewhere in its load, or in its answers
+                with suppress(ProcessLookupError):
+                    os.kill(rng.choice(children), signal.SIGKILL)
+                return
+            time.sleep(0.01)
 
     def _hide(self, model: Path) -> None:
+        """Take the files of a model away for a while. It may be loaded, load, or be asked for."""
         away = model.with_suffix(".away")
         model.rename(away)
         time.sleep(0.5)
         away.rename(model)
-        self.counts["files gone"] += 1
 
 
 def _children_of(pid: int) -> list[int]:
@@ -218,15 +245,96 @@ def three_models() -> Iterator[tuple[Served, list[Path], dict[tuple[str, str], s
             yield served, models, texts, memory
 
 
+def pull_at_two_servers() -> dict[str, int]:
+    """Have two servers pull one model at the same time. Return what it took.
+
+    At first the hub sends other bytes than its digest says, then it cuts each file.
+    """
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        with fake_hub(patch, folder / "hub") as hub, _two_servers(folder) as servers:
+            hub.repositories["owner/tiny"] = {
+                file.name: file.read_bytes() for file in DEMO.iterdir() if file.is_file()
+            }
+            weights = next(each for each in hub.repositories["owner/tiny"] if each.endswith(".safetensors"))
+            data = hub.repositories["owner/tiny"][weights]
+            hub.damaged.add(weights)
+            assert "came with the digest" in _pulled(servers[0])[-1]["error"]
+            hub.damaged.clear()
+            hub.cut[weights] = [len(data) // 3, len(data) // 3]
+            sent = hub.sent[weights]
+            with ThreadPoolExecutor(2) as pool:
+                ends = [lines[-1] for lines in pool.map(_pulled, servers)]
+            assert ends == [{"status": "success"}] * 2, ends
+            # Whatever was cut is not sent again, and the second server finds what the first one has pulled.
+            assert hub.sent[weights] - sent == len(data)
+            (blob,) = (folder / "hub").glob(f"**/blobs/{digest(data)}")
+            assert blob.read_bytes() == data
+            return {"bytes": len(data), "sent": hub.sent[weights] - sent}
+
+
+@contextmanager
+def _two_servers(folder: Path) -> Iterator[list[Served]]:
+    file = folder / "models.toml"
+    file.write_text("")
+    with (
+        lobby_of_processes(file, engine={}, memory="1GiB", allow_model_changes=True) as one,
+        lobby_of_processes(file, engine={}, memory="1GiB", allow_model_changes=True) as other,
+    ):
+        yield [one, other]
+
+
+def _pulled(served: Served) -> list[dict[str, Any]]:
+    """Return the lines of an answer to /api/pull."""
+    _, _, data = served.request("POST", "/api/pull", {"model": "owner/tiny"})
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def busy_ratio() -> float:
+    """Return the time that two engines take at once, as a share of what they take in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = new_models(Path(folder), 2)
+        file = Path(folder) / "models.toml"
+        file.write_text("".join(f'[{each.name}]\ncheckpoint = "{each}"\n' for each in models))
+        with lobby_of_processes(file, engine={"device": "cpu", "max_num_seqs": 8}, memory="1GiB") as served:
+
+            def answer(model: Path) -> None:
+                body = {"model": model.name, "prompt": "x", "max_tokens": 1500, "ignore_eos": True, "n": 4}
+                status, _, data = served.request("POST", COMPLETIONS, body, patience_s=MOST_WAIT_S)
+                assert status == 200, data
+
+            ratios = []
+            for i in range(4):
+                began = time.monotonic()
+                for model in models:
+                    answer(model)
+                in_turns = time.monotonic() - began
+                began = time.monotonic()
+                with ThreadPoolExecutor(2) as pool:
+                    list(pool.map(answer, models))
+                if i:  # the first round warms both up
+                    ratios.append((time.monotonic() - began) / in_turns)
+            return statistics.median(ratios)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--requests", type=int)
+    parser.add_argument("--busy", action="store_true", help="only measure two busy engines")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.busy:
+        ratio = busy_ratio()
+        print(f"two busy engines take {ratio:.2f} of the time that they take in turns")
+        print(json.dumps({"busy_ratio": ratio}))
+        return
+    num_requests = args.requests or (SHORT if args.short else 500)
+    pulls = pull_at_two_servers()
     rng = random.Random(args.seed)
     with three_models() as (served, models, texts, memory):
         switches = []
-        for each in [*models, *models]:
+        for each in models if args.short else [*models, *models]:
             began = time.monotonic()
             tally = Tally()
             ask(served, each.name, PROMPTS[0], texts, tally)
@@ -234,21 +342,22 @@ def main() -> None:
             switches.append(time.monotonic() - began)
         trouble = Trouble(served, models)
         began = time.monotonic()
-        tally = load(served, texts, args.requests, rng, trouble)
+        tally = load(served, texts, num_requests, rng, trouble, 1 if args.short else CALM_TURNS)
         seconds = time.monotonic() - began
-        check(tally, args.requests, memory, may_fail=True)
-    first, later = switches[: len(models)], switches[len(models) :]
+        check(tally, num_requests, memory, may_fail=True)
+    first, later = switches[:1], switches[1:]
     print("| what | here | Ollama, as documented |\n|---|---:|---|")
-    print(f"| first load and answer, median | {statistics.median(first):.2f} s | |")
+    print(f"| first load and answer | {statistics.median(first):.2f} s | |")
     print(f"| switch and answer, median | {statistics.median(later):.2f} s | {OLLAMA['load']} |")
     print(f"| idle models leave after | 300 s | {OLLAMA['keep_alive_s']} s |")
-    print(f"| {args.requests} requests | {seconds:.0f} s | a queue of {OLLAMA['queue']} |")
+    print(f"| {num_requests} requests | {seconds:.0f} s | a queue of {OLLAMA['queue']} |")
     result = {
         "statuses": dict(tally.statuses),
         "trouble": dict(trouble.counts),
         "switch_s": statistics.median(later),
+        "pulled": pulls,
     }
-    print(json.dumps({"requests": args.requests, **result, "most_bytes": tally.most_bytes, "memory": memory}))
+    print(json.dumps({"requests": num_requests, **result, "most_bytes": tally.most_bytes, "memory": memory}))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,12 @@ def root(context: typer.Context, weights_cache: Folder = None) -> int:
     if rows:
         print("\n".join(table([["name", "bytes", "last used", "weights"], *rows])))
     print(f"{sum(each.kept.num_bytes for each in found):,} bytes in {_folder(weights_cache)}")
+    kept = {each.content for each in found}
+    for name, digest in _named(weights_cache).items():
+        if digest not in kept:
+            _warn(
+                f"{name} of models.toml has no packed weights here any more; paged warmup {name} packs them"
+            )
     return 0
 
 
@@ -56,6 +63,12 @@ def rm(
         if not own:
             raise CliError(f"no packed weights are kept as {name!r}; paged cache lists what is")
         chosen |= dict.fromkeys(own)
+    named = _named(weights_cache)
+    for each in found:
+        if each.kept in chosen and (of := [name for name, digest in named.items() if digest == each.content]):
+            _warn(
+                f"{each.kept.path.stem} is of {', '.join(of)} in models.toml, whose next load packs it again"
+            )
     for kept in chosen:
         WeightsCache(kept.path.parent, create=False).remove(kept.path)
     left = [kept for kept in chosen if kept.path.exists()]
@@ -77,6 +90,24 @@ def _listed(folder: Path | None) -> list[Listed]:
         return [*listed(WeightsCache(place, create=False))]
     except CacheError as error:
         raise ResourceError(str(error)) from error
+
+
+def _named(folder: Path | None) -> dict[str, str]:
+    """Return the digests of the models of models.toml, as far as they are known, by name."""
+    from ..checkpoints.library.named import named_digests
+    from ..checkpoints.weights_cache.folder import CacheError, WeightsCache
+
+    place = _folder(folder)
+    if not place.exists():
+        return {}
+    try:
+        return named_digests(WeightsCache(place, create=False))
+    except CacheError:
+        return {}
+
+
+def _warn(message: str) -> None:
+    print(f"paged: warning: {message}", file=sys.stderr)
 
 
 def _folder(folder: Path | None) -> Path:

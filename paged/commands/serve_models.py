@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Serve several models: these, or all of models.toml and of the hub's cache."""
-    from ..checkpoints.library.models_file import ModelsFile
+    from ..checkpoints.library.models_file import VARIABLE, ModelsFile
     from ..server.models.catalog import Catalog
 
     options = ServeOptions(**common.given(settings, SERVE[1]))
     options.check_many_models()
     file = ModelsFile(Path(options.models), must_exist=True) if options.models else ModelsFile.of_user()
+    if options.prefix_dir is not None:
+        _make_folder(Path(options.prefix_dir).expanduser())
+    if options.models:
+        os.environ[VARIABLE] = str(file.path)  # the engines' processes keep its packed weights the longest
     catalog = Catalog(names, file)
     base = {"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])}
     base = {name: value for name, value in base.items() if name != "model"}
@@ -38,6 +43,17 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
         for entry in catalog.entries():
             EngineConfig(**engine_options(entry, base))
     return run(options, lambda listeners: _serve(catalog, base, options, preloaded, listeners))
+
+
+def _make_folder(place: Path) -> None:
+    """Make the folder of pinned prefixes, for its user alone: they are what users have written."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = None if os.access(place, os.W_OK | os.X_OK) else "it cannot be written"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ConfigError(f"--prefix-dir {place}: {reason}")
 
 
 def engine_options(entry: ModelEntry, base: Mapping[str, Any]) -> dict[str, Any]:

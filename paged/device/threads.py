@@ -51,6 +51,16 @@ def set_threads(engine: Any, wanted: int | None) -> int:
     return wanted
 
 
+def share_threads(num_sharing: int) -> None:
+    """Compute with an equal share of this process's threads, as so many processes are busy on its cores.
+
+    It holds for the thread that calls this. The number of threads changes no bit of a result.
+    """
+    own = next(iter(_threads_of.values()), None)
+    if own is not None:  # on a GPU there are none to share
+        torch.set_num_threads(max(1, own // num_sharing))
+
+
 def threads_of_each(num_processes: int) -> int:
     """Return how many threads each of several processes on this machine gets by default.
 

@@ -69,6 +69,23 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
         raise UsageError("this prompt is pinned already")
     source = RequestSource([prompt], SamplingParams(max_tokens=1, temperature=0))
     _ = [*generate_in_order(core, source, use_tqdm=False)]
+    return pin_cached(core, parsed)
+
+
+def pin_cached(core: EngineCore, parsed: ParsedPrompt) -> int:
+    """Pin the full blocks of a prompt, which were computed. Return their number of tokens.
+
+    Raises RequestError if they are not cached any more or would leave too little room, UsageError if the
+    prompt is pinned already.
+    """
+    manager = core.scheduler.block_manager
+    name = _pin_name(parsed)
+    size = manager.block_size
+    num_full = len(parsed.token_ids) // size * size
+    if not num_full:
+        raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
+    if name in manager.pins:
+        raise UsageError("this prompt is pinned already")
     num_cached = len(manager.find(parsed.token_ids, parsed.namespace, parsed.contents)[0]) * size
     if num_cached < num_full:
         more = "raise num_blocks" + (" or state_snapshots" if manager.has_states else "")
@@ -83,8 +100,13 @@ def pin(core: EngineCore, prompt: Prompt) -> int:
 
 def unpin(core: EngineCore, prompt: Prompt) -> None:
     """Allow a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
+    unpin_parsed(core, core.factory.prompts.parse(prompt))
+
+
+def unpin_parsed(core: EngineCore, parsed: ParsedPrompt) -> None:
+    """Allow a pinned prompt to be evicted; see `unpin`."""
     manager = core.scheduler.block_manager
-    name = _pin_name(core.factory.prompts.parse(prompt))
+    name = _pin_name(parsed)
     if name not in manager.pins:
         raise UsageError(f"this prompt is not pinned; {len(manager.pins)} others are")
     manager.unpin(name)

@@ -258,7 +258,15 @@ PAGE_FILES = {
         ("/page/main.js", "text/javascript", "Return the script of the page"),
         ("/page/api.js", "text/javascript", "Return the part of the script that calls the server"),
         ("/page/chat.js", "text/javascript", "Return the part of the script that chats"),
+        (
+            "/page/conversations.js",
+            "text/javascript",
+            "Return the part of the script that keeps conversations",
+        ),
         ("/page/engine.js", "text/javascript", "Return the part of the script that draws the engine"),
+        ("/page/markdown.js", "text/javascript", "Return the part of the script that shows Markdown"),
+        ("/page/markdown-it.js", "text/javascript", "Return the library that reads Markdown"),
+        ("/page/markdown-it.LICENSE.txt", "text/plain", "Return the licences of that library"),
     )
 }
 GET_REQUESTS = Endpoint(
@@ -271,11 +279,13 @@ POST_END = Endpoint(
     "Any",
     access="admin",
 )
-POST_LOAD, POST_UNLOAD = (
+POST_LOAD, POST_UNLOAD, POST_PIN, POST_UNPIN = (
     Endpoint("POST", f"{ADMIN_PREFIX}models/{{model}}/{verb}", summary, "Any", access="admin")
     for verb, summary in (
         ("load", "Load a model of a server that has several, and answer when it is loaded"),
         ("unload", "Unload a model of a server that has several, once no request uses it"),
+        ("pin", "Keep the KV of a prompt or of messages, while the model is loaded and after --prefix-dir"),
+        ("unpin", "Let the KV of a pinned prompt be evicted"),
     )
 )
 POST_LOAD_ADAPTER, POST_UNLOAD_ADAPTER = (

@@ -17,7 +17,7 @@ from typing import Any
 from ..architectures.hf_config import read_hf
 from ..checkpoints.open_file import FileTensor, OpenFile
 from ..checkpoints.weights_cache import content, file
-from ..checkpoints.weights_cache.folder import CacheError, WeightsCache, warn_once
+from ..checkpoints.weights_cache.folder import NAME_DIGITS, CacheError, WeightsCache, warn_once
 from ..kernels.panels import HAS_TILES, TARGET
 from ..model.weights.kept import (
     KeepsWeights,
@@ -219,7 +219,7 @@ class KeptWeights(KeepsWeights):
             "content": digest,
             **values,
         }
-        if not self.cache.make_room(num_bytes):
+        if not self.cache.make_room(num_bytes, self._named_digests):
             warn_once(
                 f"packed weights are not kept in {self.cache.place}: {self.cache.describe_room(num_bytes)}"
             )
@@ -233,7 +233,12 @@ class KeptWeights(KeepsWeights):
         logger.info("kept packed weights for the next start: %.3g GB in %.1f s", num_bytes / 1e9, took)
 
     def _name(self, digest: str) -> str:
-        return f"{self.key}-{digest[:24]}"
+        return f"{self.key}-{digest[:NAME_DIGITS]}"
+
+    def _named_digests(self) -> dict[str, str]:
+        from ..checkpoints.library.named import named_digests  # seldom needed
+
+        return named_digests(self.cache)
 
 
 def _files_of(loader: Loader) -> list[OpenFile]:

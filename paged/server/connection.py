@@ -138,7 +138,12 @@ class EngineConnection(asyncio.Protocol):
         self._unsent.clear()
 
     def tell(
-        self, order: frames.Weigh | frames.ForgetPrefixes | frames.LoadAdapter | frames.ForgetAdapter
+        self,
+        order: frames.Weigh
+        | frames.ShareThreads
+        | frames.ForgetPrefixes
+        | frames.LoadAdapter
+        | frames.ForgetAdapter,
     ) -> None:
         """Send an order that concerns no single request. Raises EngineDeadError."""
         self._send(order)
@@ -162,7 +167,19 @@ class EngineConnection(asyncio.Protocol):
         """Have the engine read an adapter that others have read. If it cannot, its requests are told."""
         self.tell(frames.LoadAdapter(next(self._asks), adapter))
 
-    async def _asked(self, question: frames.Ask | frames.Look | frames.LoadAdapter) -> Any:
+    async def pin(self, token_ids: list[int], namespace: bytes, *, is_pinned: bool) -> int:
+        """Pin cached blocks, or unpin them. Return of how many tokens. Raises as `LLMEngine.pin_prefix`."""
+        count: int = await self._asked(frames.Pin(next(self._asks), token_ids, namespace, is_pinned))
+        return count
+
+    async def keep_pinned(self, folder: str, most_bytes: int) -> int:
+        """Write the pinned prefixes to a folder. Return how many. Raises EngineDeadError."""
+        count: int = await self._asked(frames.KeepPinned(next(self._asks), folder, most_bytes))
+        return count
+
+    async def _asked(
+        self, question: frames.Ask | frames.Look | frames.LoadAdapter | frames.Pin | frames.KeepPinned
+    ) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._answers[question.key] = answer
         try:
@@ -301,6 +318,8 @@ class EngineConnection(asyncio.Protocol):
                 self._answer(key, picture)
             case frames.Loaded(key=key, content_hash=content_hash):
                 self._answer(key, content_hash)
+            case frames.Counted(key=key, count=count):
+                self._answer(key, count)
             case frames.Refused(key=int() as key) if (answer := self._answers.get(key)) is not None:
                 if not answer.done():
                     answer.set_exception(error_of(report))
@@ -323,7 +342,7 @@ class EngineConnection(asyncio.Protocol):
         """The latest time at which an ended process may have computed something. It may have hung before."""
         return min(time.monotonic(), self.moved_at + MOST_UNHEARD_S)
 
-    def _answer(self, key: int, found: EngineStats | EnginePicture | str) -> None:
+    def _answer(self, key: int, found: EngineStats | EnginePicture | str | int) -> None:
         if (answer := self._answers.get(key)) is not None and not answer.done():
             answer.set_result(found)
 

@@ -28,6 +28,7 @@ from ..options.config import EngineConfig, check_policy
 from ..options.lora_request import NO_LORA, LoRARequest
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
+from ..requests.request import Prompt
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
@@ -64,6 +65,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
     replicas: the number of engine processes, each with its own GPU or its share of the cores.
     router: how the process for a request is chosen: "round-robin", "least-loaded" or "prefix-aware".
     lora_modules: the LoRA adapters that the engines read before they serve.
+    prefixes: the folder of pinned prefixes that an engine process loads before it serves; "" for none.
     stream_interval_s: see `AsyncLLMEngine`.
     log_format: the format of the processes' lines on stderr, "text" or "json".
 
@@ -91,6 +93,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         step_timeout: float = DEFAULT_TERMS.step_timeout,
         launcher: Launcher = ON_THIS_MACHINE,
         lora_modules: Sequence[LoRARequest] = (),
+        prefixes: str = "",
         **options: Any,
     ) -> None:
         check_interval(stream_interval_s)
@@ -113,6 +116,7 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
                 num_sharing,
                 socket.gethostname(),
                 [*map(frames.Adapter.named, lora_modules)],
+                prefixes,
             )
             for replica in range(replicas)
         ]
@@ -238,6 +242,35 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         async with self._loading:
             return self.adapters.find(request) or await self._load_adapter(request)
+
+    def share_threads(self, num_engines: int) -> None:
+        """Have the engine compute with its share of the CPU threads while so many engines are busy."""
+        for engine in self._running():
+            engine.share_threads(num_engines)
+
+    async def pin_prefix(self, prompt: Prompt, salt: str | None = None, *, is_pinned: bool = True) -> int:
+        """Compute a prompt's KV if needed, and pin its full blocks, or unpin them. Return of how many tokens.
+
+        Raises the errors of `LLMEngine.pin_prefix`, UsageError for several engines, and EngineDeadError.
+        """
+        if len(self._engines) > 1:
+            raise UsageError(f"a prefix is pinned in one engine; there are {len(self._engines)}")
+        parsed = self.prompts.parse(prompt, salt)
+        if is_pinned:
+            params = SamplingParams(max_tokens=1, temperature=0, cache_salt=salt)
+            async for _ in self.generate(parsed, params):
+                pass
+        await self._attach()
+        connection = self._engines[0].connection
+        return await connection.pin(parsed.token_ids, parsed.namespace, is_pinned=is_pinned)
+
+    async def keep_pinned(self, folder: str, most_bytes: int) -> int:
+        """Write the pinned prefixes of the engine to a folder. Return how many fit; see `PinnedPrefixes`.
+
+        most_bytes: that all files of the folders beside it may take together with them.
+        """
+        await self._attach()
+        return await self._engines[0].connection.keep_pinned(folder, most_bytes)
 
     async def resize(self, replicas: int) -> None:
         """Add or remove engine processes, while requests run, until there are `replicas`.

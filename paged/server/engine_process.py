@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import EngineDeadError, PagedError, QueueFullError, ResourceError
 from ..base.interrupts import leave_signals_to_parent
+from ..device.threads import share_threads
 from ..engine.async_base import Deadline, is_compiled_quickly
 from ..engine.engine import LLMEngine
 from ..engine.loop import EngineLoop, Recipient
@@ -39,6 +42,9 @@ from .interpreter import Garbage, switch_often
 from .preparations import Preparation, Preparations
 from .telemetry.log_lines import formatter_of
 from .telemetry.log_queue import log_to_stderr, log_uncaught_errors
+
+if TYPE_CHECKING:
+    from ..engine.pinned_files import PinnedPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +191,19 @@ class EngineServer:
         adapters = [*self._adapters]
         return frames.Ready(engine.max_model_len, size, engine.describe(), self.stats, device, adapters)
 
+    @cached_property
+    def pinned(self) -> PinnedPrefixes:
+        """The pinned prefixes, most engines of which have none."""
+        from ..engine.pinned_files import PinnedPrefixes
+
+        return PinnedPrefixes(self.engine)
+
+    def load_pinned(self, folder: Path) -> None:
+        """Load and pin the prefixes that were kept in a folder, before the engine serves."""
+        if folder.exists():
+            self.pinned.load(folder)
+            self.stats = self.engine.stats()
+
     def run(self) -> None:
         """Serve until a step raises. If the front end ends, the reading thread ends this process."""
         link = self.link
@@ -264,18 +283,47 @@ class EngineServer:
                 self._hold(order.keys, False)
             case frames.Weigh():
                 self._tell(lambda engine: engine.set_tenant_weights(order.weights))
+            case frames.ShareThreads():
+                self._tell(lambda _: share_threads(order.num_engines))
             case frames.ForgetPrefixes():
-                self._tell(LLMEngine.reset_prefix_cache)
+                self._tell(self._forget_prefixes)
             case frames.LoadAdapter():
                 self._load_adapter(order)
             case frames.ForgetAdapter():
                 self._tell(lambda engine: engine.forget_adapter(order.content_hash))
+            case frames.Pin() | frames.KeepPinned():
+                self._count(order)
             case frames.Ask():
                 self.loop.call(lambda engine: self._answer(order.key, engine))
             case frames.Look():
                 self.loop.look().add_done_callback(lambda seen: self._show(order.key, seen))
             case frames.Start():
                 raise AssertionError("the engine is made already")
+
+    def _forget_prefixes(self, engine: LLMEngine) -> None:
+        engine.reset_prefix_cache()
+        if "pinned" in vars(self):
+            self.pinned.forget()
+
+    def _count(self, order: frames.Pin | frames.KeepPinned) -> None:
+        """Do what an order about pinned prefixes says between two steps, and answer."""
+
+        def done(call: Future[int]) -> None:
+            error = call.exception()
+            if error is None:
+                self.link.send(frames.Counted(order.key, call.result()))
+            elif not isinstance(error, EngineDeadError):
+                self.link.send(frames.Refused(order.key, *described(error)))
+
+        self.loop.call(lambda _: self._counted(order)).add_done_callback(done)
+
+    def _counted(self, order: frames.Pin | frames.KeepPinned) -> int:
+        if isinstance(order, frames.KeepPinned):
+            if "pinned" not in vars(self):
+                return 0
+            return self.pinned.keep(Path(order.folder), order.most_bytes)
+        pinned = self.pinned
+        return (pinned.pin if order.is_pinned else pinned.unpin)(order.token_ids, order.namespace)
 
     def _answer(self, key: int, engine: LLMEngine) -> None:
         """Send the current stats. Later heartbeats must not have older ones, or counts would fall."""
@@ -561,10 +609,12 @@ def main() -> None:
         take_share(start)
         engine = LLMEngine(**start.options)
         adapters = read_adapters(engine, start.adapters)
+        server = EngineServer(engine, start.stream_interval_s, link, orders, adapters)
+        if start.prefixes:
+            server.load_pinned(Path(start.prefixes))
     except Exception as error:
         link.send(refusal_of(start, error))
         return
-    server = EngineServer(engine, start.stream_interval_s, link, orders, adapters)
     link.send(server.ready)
     server.run()
 

@@ -90,6 +90,7 @@ class Start(Frame):
     host: the name of the front end's machine.
     adapters: the LoRA adapters that the engine reads before it serves. One that cannot be read ends the
         start, but if its content_hash is known: then its requests alone fail.
+    prefixes: the folder of pinned prefixes that it loads before; "" for none.
     """
 
     options: dict[str, Any]
@@ -99,6 +100,7 @@ class Start(Frame):
     num_replicas: int
     host: str
     adapters: list[Adapter] = []
+    prefixes: str = ""
 
 
 class Generate(Frame):
@@ -178,6 +180,12 @@ class Weigh(Frame):
     weights: dict[str, float]
 
 
+class ShareThreads(Frame):
+    """Compute with an equal share of the CPU threads, as so many engines are busy on this machine."""
+
+    num_engines: int
+
+
 class ForgetPrefixes(Frame):
     """Forget all cached prefixes. Running requests keep their blocks."""
 
@@ -193,6 +201,26 @@ class ForgetAdapter(Frame):
     """Free the memory of an adapter. Unfinished requests keep it."""
 
     content_hash: str
+
+
+class Pin(Frame):
+    """Pin the cached blocks of a prefix, or allow them to be evicted again, and answer with `Counted`."""
+
+    key: int
+    token_ids: list[int]
+    namespace: bytes
+    is_pinned: bool
+
+
+class KeepPinned(Frame):
+    """Write the pinned prefixes to a folder, and answer with `Counted`.
+
+    most_bytes: that the files of all models, in folders beside it, may take.
+    """
+
+    key: int
+    folder: str
+    most_bytes: int
 
 
 class Ask(Frame):
@@ -217,9 +245,12 @@ Order = (
     | Pause
     | Resume
     | Weigh
+    | ShareThreads
     | ForgetPrefixes
     | LoadAdapter
     | ForgetAdapter
+    | Pin
+    | KeepPinned
     | Ask
     | Look
 )
@@ -331,6 +362,13 @@ class Loaded(Frame):
     content_hash: str
 
 
+class Counted(Frame):
+    """The answer to `Pin`: of how many tokens; and to `KeepPinned`: how many prefixes were written."""
+
+    key: int
+    count: int
+
+
 class Heartbeat(Frame):
     """A sign of life. A separate thread sends it every second, since a step may take longer.
 
@@ -350,7 +388,9 @@ class Dead(Frame):
     message: str
 
 
-Report = Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Heartbeat | Dead
+Report = (
+    Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Counted | Heartbeat | Dead
+)
 
 
 def _plain(value: Any) -> Any:

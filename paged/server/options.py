@@ -28,6 +28,7 @@ from .router import ROUTERS
 # Of each engine, by default. The MAX_PROMPTS prompts of one body must fit an idle engine's queue, or it would
 # be refused each time; beside it there is room for those of another one, or of as many clients.
 MAX_WAITING = 2 * MAX_PROMPTS
+PREFIX_BYTES = "1GiB"
 KEEP_ALIVE_S = 300.0  # as Ollama's
 LOAD_WAIT_S = 300.0
 LOG_FORMATS = ("text", "json")
@@ -67,7 +68,10 @@ _SWITCHES = (
     "allow_runtime_lora_updating",
 )
 # What goes with several models alone.
-_OF_MODELS = ("memory", "keep_alive", "preload", "max_load_wait_s", "allow_model_changes")
+_OF_MODELS = (
+    *("memory", "keep_alive", "preload", "max_load_wait_s", "allow_model_changes"),
+    *("prefix_dir", "prefix_bytes"),
+)
 APIS = ("ollama",)
 
 
@@ -153,6 +157,9 @@ class ServeOptions:
         a request says it: seconds, or a text such as 10m; 0 not at all, -1 for ever. By default 5m.
     preload: a model that is loaded when the server starts.
     max_load_wait_s: seconds for which a request waits until its model is loaded, by default 300.
+    prefix_dir: a folder in which the pinned prefixes of a model that is unloaded are kept for its next load.
+    prefix_bytes: bytes that the files in prefix_dir may take together, such as 2GiB; by default 1GiB. The
+        least recently used go first, and what does not fit is lost and logged.
     allow_model_changes: let clients download, remove and copy models by /api/pull, /api/delete, /api/copy.
     api: an API whose usual port is listened to besides; "ollama" is at 11434.
     page: serve a page at / to chat with the model and to watch the engine's blocks.
@@ -213,6 +220,8 @@ class ServeOptions:
     keep_alive: str | float | None = None
     preload: Sequence[str] = ()
     max_load_wait_s: float | None = None
+    prefix_dir: str | None = None
+    prefix_bytes: str | int | None = None
     allow_model_changes: bool = False
     api: Sequence[str] = ()
     page: bool = True
@@ -281,6 +290,10 @@ class ServeOptions:
             parse_bytes("memory", self.memory)
         if self.keep_alive is not None:
             self._keep_alive_s()
+        if self.prefix_bytes is not None:
+            parse_bytes("prefix_bytes", self.prefix_bytes)
+            if self.prefix_dir is None:
+                raise ConfigError("prefix_bytes goes with prefix_dir, the folder that it bounds")
         if self.max_load_wait_s is not None:
             check_number(ConfigError, "max_load_wait_s", self.max_load_wait_s, 0.0, above=True)
         for each in self.api:
@@ -297,6 +310,11 @@ class ServeOptions:
     def keep_alive_s(self) -> float:
         """Seconds for which a model stays loaded without a request; inf for ever."""
         return KEEP_ALIVE_S if self.keep_alive is None else self._keep_alive_s()
+
+    @property
+    def most_prefix_bytes(self) -> int:
+        """Bytes that the files in prefix_dir may take together."""
+        return parse_bytes("prefix_bytes", PREFIX_BYTES if self.prefix_bytes is None else self.prefix_bytes)
 
     @property
     def load_wait_s(self) -> float:

@@ -197,6 +197,11 @@ class SupervisedEngine:
         """Have later processes read these LoRA adapters, which the present one has read."""
         self._start = msgspec.structs.replace(self._start, adapters=[*adapters])
 
+    def share_threads(self, num_engines: int) -> None:
+        """Have the process compute with its share of the CPU threads among so many engines."""
+        if self.is_up:
+            self.connection.tell(frames.ShareThreads(num_engines))
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         if self.is_up:

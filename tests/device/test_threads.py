@@ -15,7 +15,7 @@ import torch
 
 from paged import ConfigError
 from paged.device import threads
-from paged.device.threads import cpu_quota, num_cores, set_threads
+from paged.device.threads import cpu_quota, num_cores, set_threads, share_threads
 from paged.options.config import EngineConfig
 
 V1_SHELL = "5:cpuset:/\n2:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n"
@@ -177,3 +177,13 @@ def test_processes_respect_the_environment_and_describe_their_threads():
     before, after, line = json.loads(run.stdout)
     assert before == after == 1
     assert "on cpu with 1 thread" in line
+
+
+def test_busy_processes_share_the_threads_of_each(machine):
+    share_threads(2)  # on a GPU, where no engine has set a number
+    assert machine["threads"] == 8
+    engine = Engine()
+    assert set_threads(engine, None) == 3
+    for num_sharing, num_threads in ((2, 1), (5, 1), (1, 3)):
+        share_threads(num_sharing)
+        assert machine["threads"] == num_threads

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from paged import ConfigError, LLMEngine, SamplingParams
+from paged.checkpoints.library.named import named_digests
 from paged.checkpoints.weights_cache import file, folder
 from paged.device import host_memory
 from paged.model.weights import kept, loading
@@ -501,3 +502,41 @@ def test_mapped_weights_are_not_free_memory(cache, monkeypatch):
     monkeypatch.setattr(host_memory, "held_in_files", 300)
     monkeypatch.setattr(host_memory, "_cgroup_free_bytes", lambda: 1000.0)
     assert host_memory.free_on_cpu() == 700
+
+
+def test_weights_of_named_models_go_last(cache, monkeypatch, caplog):
+    cache.mkdir(mode=0o700, parents=True)
+    place = folder.WeightsCache(cache)
+    digests = ["1" * 64, "2" * 64, "3" * 64]
+    for age, digest in enumerate(digests):
+        path = place.path(f"key-{digest[: folder.NAME_DIGITS]}")
+        path.write_bytes(bytes(100))
+        os.utime(path, (100 - age, 100 - age))
+    monkeypatch.setattr(folder, "KEPT_SHARE", 1.0)
+    usage = shutil.disk_usage(cache)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    named = {"mine": digests[2]}  # the least recently used
+    with caplog.at_level(logging.WARNING):
+        assert place.make_room(0, lambda: named)
+        assert len(place.kept()) == 3
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
+        assert place.make_room(150, lambda: named)
+        left = [folder.content_of(each.path)[0] for each in place.kept()]
+        assert left == ["1", "3"]
+        assert not caplog.text
+        assert place.make_room(250, lambda: named)
+    assert not place.kept()
+    assert "those of mine" in caplog.text
+
+
+def test_the_models_of_models_toml_are_known_once_they_were_packed(cache, monkeypatch, tmp_path):
+    model = checkpoint("llama")
+    started(model, cache)
+    models = tmp_path / "models.toml"
+    models.write_text(f'[mine]\ncheckpoint = "{model}"\n[gone]\ncheckpoint = "{tmp_path / "gone"}"\n')
+    monkeypatch.setenv("PAGED_MODELS", str(models))
+    place = folder.WeightsCache(cache)
+    (one,) = listed(cache)
+    assert named_digests(place) == {"mine": one.content}
+    models.write_text("[mine]\ncheckpoint = 5")
+    assert named_digests(place) == {}

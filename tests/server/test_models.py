@@ -192,6 +192,20 @@ def test_a_model_in_use_stays_and_others_wait_for_it(lobby, engine):
     assert loading.log == ["load a", "unload a", "load b"]
 
 
+def test_busy_engines_share_the_threads(engine, file):
+    """A model that is busy alone has them all again at its next request."""
+    with lobby_here(engine, file, memory=2 * SIZE) as (server, loading), ThreadPoolExecutor(2) as pool:
+        with held(engine):
+            both = [pool.submit(server.post, COMPLETIONS, **completion(name)) for name in "ab"]
+            models = server.front.host.residency.models
+            eventually(lambda: len(models) == 2 and all(each.users for each in models.values()))
+        for each in both:
+            each.result()
+        assert {"a shares with 2", "b shares with 2"} <= {*loading.log}
+        server.post(COMPLETIONS, **completion("a"))
+        assert "a shares with 1" in loading.log
+
+
 def test_clients_that_leave_while_a_model_loads_leave_nothing(lobby):
     server, loading = lobby
     loading.gate.clear()
@@ -303,8 +317,13 @@ def test_real_engines_within_the_memory(tmp_path, served):
     models = tmp_path / "models.toml"
     models.write_text(f'[a]\ncheckpoint = "demo"\n[a.sampling]\ntop_k = 1\n[b]\ncheckpoint = "{own}"\n')
     options = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8}
-    with lobby_of_processes(models, engine=options, memory="24MB") as server:
+    kept = tmp_path / "kept"
+    chosen = {"memory": "24MB", "prefix_dir": str(kept), "admin_key": "admin"}
+    with lobby_of_processes(models, engine=options, **chosen) as server:
         assert server.post(COMPLETIONS, **completion("a", temperature=0))["choices"] == alone
+        pin = {"prompt": "def f(x):\n" * 20}
+        pinned = json.loads(server.request("POST", "/admin/models/a/pin", pin, ADMIN)[2])
+        assert pinned["pin"] >= 64
         host = server.front.host
         assert host.weights["a"].num_bytes <= host.residency.memory < 2 * host.weights["a"].num_bytes
         (first,) = host.loaded.values()
@@ -313,8 +332,14 @@ def test_real_engines_within_the_memory(tmp_path, served):
         assert [*host.loaded] == ["b"]
         process = first.client._engines[0].connection._process
         assert process.wait(0)  # its memory is free
+        assert len([*kept.glob("model-a/*.prefix")]) == 1
         shutil.rmtree(own)
         os.kill(host.loaded["b"].client._engines[0].connection._process.pid, signal.SIGKILL)
         status, _, data = server.request("POST", COMPLETIONS, completion("b", temperature=0))
         assert status in (200, 503), data  # it cannot come back without its files, and all others run on
         assert server.post(COMPLETIONS, **completion("a", temperature=0))["choices"] == alone
+        (last,) = server.front.host.loaded.values()
+        assert last.client._engines[0].connection.stats.num_pinned_blocks == pinned["pin"] // 16
+        again = server.request("POST", "/admin/models/a/pin", pin, ADMIN)
+        assert error_of(again) == (400, "this prompt is pinned already")
+        assert server.request("POST", "/admin/models/a/unpin", pin, ADMIN)[0] == 200

@@ -15,7 +15,7 @@ from paged.chat.parts import ContentDelta, ReasoningDelta, ToolArgumentsDelta, T
 from paged.checkpoints.library.local import local_models
 from paged.protocol.answers.chats import ChatForm
 from paged.protocol.answers.chunks import Head
-from paged.protocol.endpoints import parse_call
+from paged.protocol.endpoints import ROUTES, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.ollama.answers import Durations, OllamaLines
 from paged.server.app import new_ollama_app
@@ -291,6 +291,33 @@ def test_curls_type_is_taken_and_a_browsers_is_not(server):
     status, _, data = server.request("POST", "/api/generate", body, {**form, "origin": "http://evil.example"})
     assert status == 415, data
     assert server.request("GET", "/api/tags", headers={"host": "evil.example"})[0] == 403
+
+
+BROWSER = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
+
+
+def test_no_route_of_ollama_is_open_to_strangers_or_other_websites(engine, file):
+    """Keys, hosts and origins are checked for each route as for all others."""
+    routes = [(each.method, each.path) for each in ROUTES if each.path.startswith("/api/")]
+    assert len(routes) >= 12
+    with lobby_here(engine, file, api_key=["secret"], allowed_origins=["https://a.example"]) as (
+        served,
+        loading,
+    ):
+        for method, path in routes:
+            body = {"model": "a", "prompt": "x"} if method == "POST" else None
+            status = served.request(method, path, body)[0]
+            assert (status == 401) == (path != "/api/version"), path
+            headers = {"authorization": "Bearer secret"}
+            assert served.request(method, path, body, {**headers, "host": "evil.example"})[0] == 403, path
+            for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
+                asked = {"origin": origin, "access-control-request-method": method}
+                _, found, _ = served.request("OPTIONS", path, headers=asked)
+                assert (found.get("access-control-allow-origin") == origin) == is_allowed, path
+        for name, value in BROWSER.items():  # what a browser sends of a page without asking first
+            sent = {**headers, name: value, "content-type": "text/plain"}
+            assert served.request("POST", "/api/generate", b'{"model": "a"}', sent)[0] == 415
+        assert loading.log == []
 
 
 def test_keys_and_changes(engine, file, hub):  # noqa: ARG001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import math
@@ -9,6 +10,9 @@ import random
 
 import pytest
 
+from paged.checkpoints.library.models_file import ModelEntry
+from paged.server.http.failures import HttpError
+from paged.server.models.host import Host
 from paged.server.models.residency import (
     PATIENCE_S,
     Admit,
@@ -18,6 +22,7 @@ from paged.server.models.residency import (
     Ticket,
     Unload,
 )
+from paged.server.models.weigh import ModelWeight
 
 GB = 10**9
 
@@ -240,3 +245,39 @@ def test_every_request_of_a_random_load_ends(seed):
         if not left:
             world.failing.clear()
     assert world.num_loads
+
+
+class Engine:
+    """A model that is loaded; it does nothing."""
+
+    is_dead = False
+
+    async def aclose(self) -> None:
+        pass
+
+
+def test_a_host_refuses_what_never_fits_and_keeps_a_model_as_long_as_it_says():
+    sizes = {"small": GB, "large": 3 * GB}
+
+    async def load(*_: object) -> Engine:
+        return Engine()
+
+    async def use() -> None:
+        host = Host(
+            2 * GB,
+            weigh=lambda entry: ModelWeight(sizes[entry.name], 1, 1, "so much"),
+            load=load,
+            keep_alive=0.0,
+            most_wait_s=60.0,
+        )
+        async with host.using(ModelEntry(name="small", checkpoint="x", keep_alive=math.inf)):
+            assert host.residency.used == GB
+        await asyncio.sleep(0.05)
+        assert [*host.loaded] == ["small"]  # it stays for ever, others of this host go at once
+        with pytest.raises(HttpError, match=r"large takes 2\.79 GiB \(so much\), and --memory is 1\.86 GiB"):
+            async with host.using(ModelEntry(name="large", checkpoint="x")):
+                pass
+        assert host.unload("small")
+        await host.aclose()
+
+    asyncio.run(asyncio.wait_for(use(), 10))

@@ -51,6 +51,14 @@ class _Here(LoadedModel):
         super().__init__(entry, client, front)
         self._loading = loading
 
+    @property
+    def shares_threads(self) -> bool:
+        return True  # though the engine of the tests has a number of its own
+
+    def share_threads(self, num_engines: int) -> None:
+        self.num_sharing = num_engines
+        self._loading.log.append(f"{self.entry.name} shares with {num_engines}")
+
     async def aclose(self) -> None:
         self._loading.log.append(f"unload {self.entry.name}")
 

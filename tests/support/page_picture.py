@@ -52,6 +52,10 @@ def main() -> None:
         page.run("document.getElementById('input').value = 'Write a function.'")
         page.run("document.getElementById('composer').requestSubmit()")
         page.wait("document.querySelector('.assistant .note')?.textContent.includes('tokens')")
+        page.run(
+            "[...document.querySelectorAll('.actions button')]"
+            ".find((b) => b.textContent === 'Tokens').click()"
+        )
         for thread in threads:
             thread.start()
         time.sleep(6)

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -22,11 +22,17 @@ logger = logging.getLogger(__name__)
 
 KEPT_SHARE = 0.2  # of the free space, counting what is kept as free
 OFF = "PAGED_NO_WEIGHTS_CACHE"  # a variable of the environment that leaves the default folder out
+NAME_DIGITS = 24  # of the digest of a checkpoint's files, at the end of a name
 _SUFFIX = ".weights"
 _UNFINISHED = ".unfinished"
 _STAMP = ".digest"
 _MOST_STAMPS = 1000
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO is refused, not waited for
+
+
+def content_of(path: Path) -> str:
+    """Return the end of a file's name: the beginning of the digest of what its weights were packed from."""
+    return path.stem.rpartition("-")[2]
 
 
 class CacheError(Exception):
@@ -161,18 +167,31 @@ class WeightsCache:
             f"{self._most_bytes() / KEPT_SHARE / 1e9:,.3g} GB that are free"
         )
 
-    def make_room(self, num_bytes: int) -> bool:
-        """Remove the least recently used files until num_bytes more fit. Return whether they fit."""
+    def make_room(
+        self, num_bytes: int, named_digests: Callable[[], Mapping[str, str]] = dict[str, str]
+    ) -> bool:
+        """Remove the least recently used files until num_bytes more fit. Return whether they fit.
+
+        named_digests: returns the digests of the models that models.toml names. Their files go last.
+        """
         most = self._most_bytes()
         if num_bytes > most:
             return False
         kept = self.kept()
         total = sum(each.num_bytes for each in kept)
+        if total + num_bytes <= most:
+            return True
+        names = {digest[:NAME_DIGITS]: name for name, digest in named_digests().items()}
+        kept.sort(key=lambda each: (content_of(each.path) not in names, -each.last_use))
         while kept and total + num_bytes > most:
             oldest = kept.pop()
             self.remove(oldest.path)
             total -= oldest.num_bytes
-            logger.info("removed %s from the cache of packed weights to make room", oldest.path.name)
+            name = names.get(content_of(oldest.path))
+            level, of = (logging.INFO, "") if name is None else (logging.WARNING, f", those of {name}")
+            logger.log(
+                level, "removed %s from the cache of packed weights to make room%s", oldest.path.name, of
+            )
         return True
 
     def _most_bytes(self) -> float:

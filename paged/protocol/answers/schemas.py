@@ -94,7 +94,9 @@ _MODEL = _object(
         "owned_by": STRING,
         "max_model_len": INTEGER,
         "chat_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
-    }
+        "sampling_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
+    },
+    {"load_seconds": _or_null(NUMBER), "state": STRING},
 )
 
 RESPONSES: dict[str, Schema] = {

@@ -269,7 +269,8 @@ class Exchange:
 
     def _check_type(self) -> None:
         # Ollama takes any type, as curl -d sends one. What a browser sends without asking first is refused.
-        if is_of_ollama(self.route) and self.header("origin") is None:
+        is_browser = any(self.header(name) is not None for name in ("origin", "sec-fetch-site"))
+        if is_of_ollama(self.route) and not is_browser:
             return
         kind, _, parameters = (self.header("content-type") or "").partition(";")
         if kind.strip().lower() != JSON:

@@ -71,6 +71,7 @@ class Host:
         self._errors: dict[str, PagedError] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.on_use: Callable[[], None] = lambda: None  # called when the users of models may have changed
         self._is_closed = False
 
     @asynccontextmanager
@@ -193,6 +194,7 @@ class Host:
                 case Admit(ticket):
                     future = self._futures.pop(ticket)
                     future.set_result(self.loaded[ticket.name])
+        self.on_use()
         if self._timer is not None:
             self._timer.cancel()
         then = self.residency.next_time(self._now())

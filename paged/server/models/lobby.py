@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import quote
 
 from ...base.byte_sizes import parse_bytes
 from ...base.errors import ConfigError, PagedError, QueueFullError
@@ -33,7 +35,24 @@ from .weigh import ModelWeight, weigh
 
 logger = logging.getLogger(__name__)
 
+KEEP_S = 60.0  # for which an engine may write its pinned prefixes before it ends
 FREE_SHARE = 0.8  # of the memory that is free at the start, without --memory
+
+
+class PinnedPlace(NamedTuple):
+    """Where the pinned prefixes of a model are kept, and how many bytes those of all models may take."""
+
+    folder: str
+    most_bytes: int
+
+    @classmethod
+    def of(cls, options: ServeOptions, name: str) -> Self | None:
+        """Return the place of a model; None without prefix_dir."""
+        if options.prefix_dir is None:
+            return None
+        # Of any name: none has a file of another, and none leaves the folder.
+        own = Path(options.prefix_dir).expanduser().absolute() / f"model-{quote(name, safe='')}"
+        return cls(str(own), options.most_prefix_bytes)
 
 
 class ModelFrontEnd(FrontEnd):
@@ -46,8 +65,16 @@ class ModelFrontEnd(FrontEnd):
 class LoadedModel:
     """A model with its engine, as it is served."""
 
-    def __init__(self, entry: ModelEntry, client: EngineClient, front: ModelFrontEnd) -> None:
+    def __init__(
+        self,
+        entry: ModelEntry,
+        client: EngineClient,
+        front: ModelFrontEnd,
+        pinned: PinnedPlace | None = None,
+    ) -> None:
         self.entry = entry
+        self.pinned = pinned
+        self.num_sharing = 1  # engines that were busy when its engine was last told
         self.client = client
         self.front = front
         self.app = App(front)
@@ -57,8 +84,24 @@ class LoadedModel:
         """Whether its engine has ended for good."""
         return self.client.dead_error is not None
 
+    @property
+    def shares_threads(self) -> bool:
+        """Whether its engine is one process whose number of threads no operator has chosen."""
+        return self.client.config.num_threads is None and self.client.config.num_ranks == 1
+
+    def share_threads(self, num_engines: int) -> None:
+        """Have its engine compute with a share of the CPU threads, as so many engines are busy."""
+        self.num_sharing = num_engines
+        self.client.share_threads(num_engines)
+
     async def aclose(self) -> None:
-        """End its engine."""
+        """Keep its pinned prefixes, and end its engine."""
+        if self.pinned is not None and not self.is_dead:
+            try:
+                async with asyncio.timeout(KEEP_S):
+                    await self.client.keep_pinned(*self.pinned)
+            except (PagedError, RuntimeError, TimeoutError) as error:
+                logger.warning("the pinned prefixes of %s are lost: %s", self.entry.name, error or "too slow")
         await self.client.__aexit__()
 
 
@@ -117,6 +160,7 @@ class Lobby:
             keep_alive=options.keep_alive_s,
             most_wait_s=options.load_wait_s,
         )
+        self.host.on_use = self._share_threads
         self.lengths: dict[str, int] = {}
         self.drain: Callable[[], None] = self.stop
         self.is_paused = False
@@ -166,6 +210,17 @@ class Lobby:
         """The front ends of the models that are loaded."""
         return (model.front for model in self.loaded.values())
 
+    def _share_threads(self) -> None:
+        """Divide the CPU threads among the engines that are busy now.
+
+        With all threads each, engines would wait for each other's threads within every operation.
+        """
+        users = self.host.residency.models
+        busy = [model for name, model in self.loaded.items() if users[name].users]
+        for model in busy:
+            if model.num_sharing != len(busy) and not model.is_dead and model.shares_threads:
+                model.share_threads(len(busy))
+
     def _weigh(self, entry: ModelEntry) -> ModelWeight:
         return weigh(self._engine_options(entry), self.host.residency.memory)
 
@@ -176,6 +231,7 @@ class Lobby:
             "max_model_len": weight.max_model_len,
         }
         terms = self.options
+        pinned = PinnedPlace.of(terms, entry.name)
         announce(f"{entry.name} is being loaded; it takes {weight.num_bytes / 2**30:,.2f} GiB")
         client = await in_thread(
             lambda: EngineClient(
@@ -186,6 +242,7 @@ class Lobby:
                 resume=terms.resume,
                 max_restarts=terms.max_restarts,
                 step_timeout=terms.step_timeout,
+                prefixes="" if pinned is None else pinned.folder,
             )
         )
         await client.__aenter__()
@@ -197,7 +254,7 @@ class Lobby:
             raise
         self.lengths[entry.name] = client.max_model_len
         announce(f"{entry.name} is loaded: {client.describe()}")
-        return LoadedModel(entry, client, front)
+        return LoadedModel(entry, client, front, pinned)
 
     def _front_of(self, entry: ModelEntry, client: EngineClient) -> ModelFrontEnd:
         metrics = self.metrics_of.get(entry.name)

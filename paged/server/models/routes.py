@@ -14,13 +14,14 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from ...base.durations import parse_duration
-from ...base.errors import EngineDeadError, RequestError
+from ...base.errors import EngineDeadError, RequestError, UsageError
 from ...base.validation import shown
 from ...checkpoints.library.models_file import ModelEntry
 from ...protocol import endpoints
 from ...protocol.endpoints import (
     GET_MODEL,
     POST_LOAD,
+    POST_PIN,
     POST_UNLOAD,
     ROUTES,
     Endpoint,
@@ -240,6 +241,8 @@ def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
         "parent": None,
         "max_model_len": lobby.lengths.get(entry.name),
         "chat_defaults": {} if loaded is None else loaded.front.engine.text.chat_defaults,
+        "sampling_defaults": {} if loaded is None else loaded.front.engine.text.shown_defaults,
+        "load_seconds": lobby.host.load_seconds.get(entry.name),
         "state": "absent" if resident is None else resident.stage.value,
     }
 
@@ -363,6 +366,58 @@ class UnloadRoute:
         await exchange.respond_json(200, {"model": entry.name, "unloads": was_here})
 
 
+class PinRoute:
+    """Pins the KV of a prompt in a model, which is loaded first if it has to be, or unpins it."""
+
+    def __init__(self, endpoint: Endpoint, lobby: Lobby) -> None:
+        self._lobby = lobby
+        self._endpoint = endpoint
+        self._verb = endpoint.path.rpartition("/")[2]
+
+    async def __call__(self, exchange: Exchange) -> None:
+        lobby = self._lobby
+        name = exchange.route.removeprefix("/admin/models/").removesuffix(f"/{self._verb}")
+        exchange.route = self._endpoint.path  # for the metrics
+        entry = lobby.entry_of(name, None)
+        given = pin_fields(await exchange.read_body())
+        async with until_disconnect(exchange), lobby.host.using(entry) as loaded:
+            assert isinstance(loaded, LoadedModel)
+            prompt: Any = given.prompt
+            if given.messages is not msgspec.UNSET:
+                messages = given.messages
+                if entry.system is not None and not any(each.get("role") == "system" for each in messages):
+                    messages = [{"role": "system", "content": entry.system}, *messages]
+                prompt = loaded.front.engine.text.render_chat(messages, add_generation_prompt=False)
+            try:
+                num = await loaded.client.pin_prefix(
+                    prompt, given.cache_salt, is_pinned=self._endpoint is POST_PIN
+                )
+            except UsageError as error:
+                raise HttpError(400, str(error)) from None
+            await exchange.respond_json(200, {"model": entry.name, self._verb: num})
+
+
+class _PinFields(msgspec.Struct, forbid_unknown_fields=True):
+    """What is pinned: a text, token ids, or the messages that a chat begins with."""
+
+    prompt: str | list[int] | msgspec.UnsetType = msgspec.UNSET
+    messages: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    cache_salt: str | None = None
+
+
+def pin_fields(body: bytes) -> _PinFields:
+    """Return the fields of a body that says what is pinned. Raises RequestError."""
+    try:
+        given = msgspec.json.decode(body, type=_PinFields)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"the body must have prompt or messages, and perhaps cache_salt: {error}"
+        ) from None
+    if (given.prompt is msgspec.UNSET) == (given.messages is msgspec.UNSET):
+        raise RequestError("the body must have one of prompt and messages")
+    return given
+
+
 class ManyResetRoute:
     """Forgets the cached prefixes of all loaded models."""
 
@@ -448,6 +503,8 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.GET_WATCH: ManyWatchRoute,
     endpoints.POST_LOAD: LoadRoute,
     endpoints.POST_UNLOAD: UnloadRoute,
+    endpoints.POST_PIN: partial(PinRoute, endpoints.POST_PIN),
+    endpoints.POST_UNPIN: partial(PinRoute, endpoints.POST_UNPIN),
     endpoints.POST_REPLICAS: NoReplicasRoute,
     endpoints.POST_LOAD_ADAPTER: NoAdaptersRoute,
     endpoints.POST_UNLOAD_ADAPTER: NoAdaptersRoute,

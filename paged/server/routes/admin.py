@@ -8,12 +8,13 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.validation import shown
-from ...protocol.endpoints import POST_END, POST_LOAD, POST_REPLICAS, POST_UNLOAD
+from ...protocol.endpoints import POST_END, POST_LOAD, POST_PIN, POST_REPLICAS, POST_UNLOAD, POST_UNPIN
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
 from ..telemetry.records import RequestRecord
 
+OF_MODELS = {"load": POST_LOAD, "unload": POST_UNLOAD, "pin": POST_PIN, "unpin": POST_UNPIN}
 MOST_DIGITS = 6  # of a number in a path
 
 
@@ -137,14 +138,14 @@ class ReloadKeysRoute:
 
 
 class OneModelRoute:
-    """Refuses to load or unload the model of a server that has one."""
+    """Refuses to load, unload or pin anything of the model of a server that has one."""
 
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
 
     async def __call__(self, exchange: Exchange) -> None:
         verb = exchange.route.rpartition("/")[2]
-        exchange.route = (POST_LOAD if verb == "load" else POST_UNLOAD).path
+        exchange.route = OF_MODELS[verb].path
         raise HttpError(
             400,
             f"this server has one model, {self._front.names[0]!r}, which stays loaded; one with several "

@@ -51,6 +51,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
         "parent": None if adapter is None else front.names[0],
         "max_model_len": front.engine.max_model_len,
         "chat_defaults": front.engine.text.chat_defaults,
+        "sampling_defaults": front.engine.text.shown_defaults,
     }
 
 

@@ -93,6 +93,8 @@ HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
     endpoints.POST_END: EndRoute,
     endpoints.POST_LOAD: OneModelRoute,
     endpoints.POST_UNLOAD: OneModelRoute,
+    endpoints.POST_PIN: OneModelRoute,
+    endpoints.POST_UNPIN: OneModelRoute,
     endpoints.POST_REPLICAS: ReplicasRoute,
     endpoints.POST_PAUSE: PauseRoute,
     endpoints.POST_RESUME: ResumeRoute,
