@@ -1,11 +1,11 @@
 """Checks for calls from outside an engine: of memory that tensors share, and of the numbers in tensors."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention_options import AttentionOptions
 from .checks import is_trusted
 
 
@@ -107,9 +107,12 @@ def check_contents(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
     num_tokens: int,
-    options: AttentionOptions,
+    options: Any,
 ) -> None:
-    """Raise ValueError unless every read stays inside the tensors. Copies the int32 tensors to the host."""
+    """Raise ValueError unless every read stays inside the tensors. Copies the int32 tensors to the host.
+
+    options: the `AttentionOptions` of the call.
+    """
     num_blocks, block_size = key_cache.shape[:2]
     starts = cu_seqlens_q.tolist()
     lengths = seq_lens.tolist()

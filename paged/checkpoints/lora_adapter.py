@@ -13,12 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures.config import LAYERS, ModelConfig, TensorNames
-from ..architectures.gguf_paths import is_gguf
+from ..architectures.config import LAYERS, TensorNames
 from ..architectures.hf_config import check_file, read_json
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import check_number, shown
-from .model_directory import resolve
 from .safetensors_file import SafetensorsFile
 from .stored import FLOATS, StoredTensor
 
@@ -29,7 +27,7 @@ _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 # Keys of adapter_config.json that say how an adapter was trained, or what its tensors say themselves.
-NEUTRAL = frozenset(
+NEUTRAL_OF_PEFT = frozenset(
     ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
      "target_modules", "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform",
      "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config", "runtime_config",
@@ -79,21 +77,6 @@ class LoraAdapter:
     def num_bytes(self) -> int:
         """The bytes that its tensors take."""
         return sum(each.nbytes for part in self.parts.values() for each in part)
-
-
-def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:
-    """Read an adapter: a directory in PEFT's format, a GGUF file, or a hub id.
-
-    model: the config of its model, with the names that tensors have in transformers' checkpoints.
-
-    Raises CheckpointError, which names file and tensor or key.
-    """
-    if is_gguf(name) and (path := Path(name).expanduser()).exists():
-        from .gguf.adapter import read_gguf_adapter
-
-        check_file(path, MAX_ADAPTER_BYTES)
-        return read_gguf_adapter(path, model)
-    return read_lora_adapter(Path(resolve(name)), model.tensor_names)
 
 
 def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
@@ -199,7 +182,7 @@ def _read_config(directory: Path) -> _Config:
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type {shown(kind)} is not supported; supported is 'LORA'")
     for key, value in config.items():
-        if key not in NEUTRAL and key not in READ and value not in (None, False, [], {}):
+        if key not in NEUTRAL_OF_PEFT and key not in READ and value not in (None, False, [], {}):
             why = f": {_WHY[key]}" if key in _WHY else ""
             raise CheckpointError(f"{path}: {key} {shown(value)} is not supported{why}")
     if (bias := config.get("bias", "none")) != "none":

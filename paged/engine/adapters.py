@@ -10,7 +10,8 @@ from typing import Any
 
 from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, RequestError
-from ..checkpoints.lora_adapter import LoraAdapter, read_adapter
+from ..checkpoints.adapter_files import read_adapter
+from ..checkpoints.lora_adapter import LoraAdapter
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
 from .loaded_adapters import LoadedAdapters

@@ -191,7 +191,7 @@ class ModelText:
         """
         if not _has_parts(messages):
             return self.chat.render(messages, **template)
-        from ..text.chat_images import has_images, take_images, written
+        from ..text.chat_images import has_images, take_images, urls_to_fetch, written
 
         if not has_images(messages):
             return self.chat.render(messages, **template)
@@ -199,7 +199,7 @@ class ModelText:
             why = self._no_images or "this model takes text alone"
             raise RequestError(f"messages with images are refused: {why}", param="messages")
         if fetched is None:
-            urls = self.images.urls_of(messages)
+            urls = urls_to_fetch(messages, self.images)
             fetched = self.images.fetcher.fetch_now(urls) if self.images.fetcher and urls else {}
         messages, images = take_images(messages, fetched)
         text = written(messages, images, self.images, partial(self.chat.write, **template))

@@ -35,7 +35,7 @@ _NETWORKS_4 = tuple(map(ipaddress.IPv4Network, _SPECIAL_4))
 _NETWORKS_6 = tuple(map(ipaddress.IPv6Network, _SPECIAL_6))
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """What a URL names: a host, its port, and the path with the query."""
 
     host: str
@@ -61,7 +61,7 @@ def is_public(address: str) -> bool:
     return not any(found in network for network in _NETWORKS_6)
 
 
-def place_of(name: str, url: str, domains: Sequence[str]) -> Place:
+def place_of(name: str, url: str, domains: Sequence[str]) -> Address:
     """Return what a URL names. Raises RequestError unless it is https: and of one of the domains.
 
     domains: names of hosts in lower case, with a port if it is not 443.
@@ -82,7 +82,7 @@ def place_of(name: str, url: str, domains: Sequence[str]) -> Place:
         )
     host, port, rest = found.groups()
     path = quote(rest, safe=_SAFE)
-    place = Place(host.lower(), int(port or HTTPS_PORT), path if path.startswith("/") else f"/{path}")
+    place = Address(host.lower(), int(port or HTTPS_PORT), path if path.startswith("/") else f"/{path}")
     if place.authority not in domains:
         raise RequestError(
             f"{name} is at {place.authority}, which is none of allowed_media_domains "
@@ -92,7 +92,7 @@ def place_of(name: str, url: str, domains: Sequence[str]) -> Place:
     return place
 
 
-def redirected(name: str, place: Place, location: str, domains: Sequence[str]) -> Place:
+def redirected(name: str, place: Address, location: str, domains: Sequence[str]) -> Address:
     """Return where a redirect leads, on the same host. Raises RequestError for another one."""
     here = f"https://{place.authority}{place.path}"
     try:

@@ -19,12 +19,12 @@ from functools import cached_property
 import h11
 
 from ..base.errors import RequestError
-from .addresses import Place, is_public, place_of, redirected
+from .addresses import Address, is_public, place_of, redirected
 
 FETCH_S = 10.0  # for all images of a request together, from the look-up on
 CONNECT_S = 3.0  # for one of several addresses
-MOST_BYTES = 20 * 2**20  # of an image as it comes
-MOST_AT_ONCE = 4  # of the images of a request
+MOST_FETCHED_BYTES = 20 * 2**20  # of an image as it comes
+MOST_FETCHES = 4  # of the images of a request
 MOST_HOPS = 3
 MOST_LOOKUPS = 4  # at once; the system's look-up cannot be ended
 MOST_HEAD = 2**15  # bytes of a response beside its body, and one for each 16 of the body: for its chunks
@@ -43,7 +43,7 @@ def addresses_of(host: str, port: int) -> list[str]:
 
 
 async def _no_limit(num_bytes: int) -> None:
-    """Take room in a process that serves nobody else."""
+    """Take room in a process that serves no one else."""
 
 
 class Fetcher:
@@ -77,7 +77,7 @@ class Fetcher:
         urls: with their names in messages.
         """
         places = {url: place_of(name, url, self._domains) for url, name in urls.items()}
-        free = asyncio.Semaphore(MOST_AT_ONCE)
+        free = asyncio.Semaphore(MOST_FETCHES)
 
         async def fetch(url: str) -> bytes:
             async with free:
@@ -104,7 +104,7 @@ class Fetcher:
         with ThreadPoolExecutor(1) as thread:  # this one may have an event loop that runs
             return thread.submit(lambda: asyncio.run(self.fetch_all(urls))).result()
 
-    async def _fetch(self, name: str, place: Place, hold: Hold) -> bytes:
+    async def _fetch(self, name: str, place: Address, hold: Hold) -> bytes:
         """Return what is at a place, or where it redirects to on its host."""
         for _ in range(1 + MOST_HOPS):
             answer = _Answer(name, place, hold)
@@ -123,7 +123,7 @@ class Fetcher:
             place = redirected(name, place, answer.location, self._domains)
         raise RequestError(f"{name} is redirected more than {MOST_HOPS} times", param=name)
 
-    async def _get(self, name: str, place: Place, answer: _Answer) -> None:
+    async def _get(self, name: str, place: Address, answer: _Answer) -> None:
         reader, writer = await self._connect(name, place)
         try:
             writer.write(answer.asked())
@@ -135,7 +135,7 @@ class Fetcher:
             with suppress(OSError, asyncio.CancelledError):
                 await writer.wait_closed()
 
-    async def _connect(self, name: str, place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self, name: str, place: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the host at an address that was checked. Raises OSError and RequestError."""
         loop = asyncio.get_running_loop()
         addresses = await loop.run_in_executor(self._lookups, self._resolve, place.host, place.port)
@@ -182,7 +182,7 @@ class _Answer:
     location: where it redirects to; None if it does not.
     """
 
-    def __init__(self, name: str, place: Place, hold: Hold) -> None:
+    def __init__(self, name: str, place: Address, hold: Hold) -> None:
         self._name = name
         self._place = place
         self._hold = hold
@@ -218,7 +218,7 @@ class _Answer:
                 self._begin(event)
             elif isinstance(event, h11.Data):
                 self.body += event.data
-                if len(self.body) > MOST_BYTES:
+                if len(self.body) > MOST_FETCHED_BYTES:
                     raise self._too_large()
             elif isinstance(event, h11.EndOfMessage):
                 self.is_done = True
@@ -250,8 +250,8 @@ class _Answer:
                 param=self._name,
             )
         length = headers.get(b"content-length", b"0")
-        if int(length) > MOST_BYTES:
+        if int(length) > MOST_FETCHED_BYTES:
             raise self._too_large()
 
     def _too_large(self) -> RequestError:
-        return RequestError(f"{self._name} has more than {MOST_BYTES:,} bytes", param=self._name)
+        return RequestError(f"{self._name} has more than {MOST_FETCHED_BYTES:,} bytes", param=self._name)

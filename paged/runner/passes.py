@@ -49,8 +49,11 @@ def new_batches(
     from .batches.seats import SeatedBatches
 
     options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
-    options |= {"max_run": sizes.max_run, "with_adapters": sizes.config.enable_lora}
-    return SeatedBatches(unpack_step, sizes.block_size, device, **options)
+    options["max_run"] = sizes.max_run
+    batches = SeatedBatches(unpack_step, sizes.block_size, device, **options)
+    if sizes.config.enable_lora:
+        batches.take_adapters()
+    return batches
 
 
 def new_graphs(sizes: Sizes, model: Model) -> StepGraphs | None:

@@ -316,7 +316,7 @@ class EngineConnection(asyncio.Protocol):
                 self._answer(key, stats)
             case frames.Seen(key=key, picture=picture):
                 self._answer(key, picture)
-            case frames.Loaded(key=key, content_hash=content_hash):
+            case frames.AdapterLoaded(key=key, content_hash=content_hash):
                 self._answer(key, content_hash)
             case frames.Counted(key=key, count=count):
                 self._answer(key, count)

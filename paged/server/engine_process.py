@@ -356,7 +356,7 @@ class EngineServer:
             if (error := loading.exception()) is not None:
                 fail(error)
             else:
-                self.link.send(frames.Loaded(order.key, loading.result()))
+                self.link.send(frames.AdapterLoaded(order.key, loading.result()))
 
         def fail(error: BaseException) -> None:
             if not isinstance(error, EngineDeadError):

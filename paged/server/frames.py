@@ -355,7 +355,7 @@ class Seen(Frame):
     picture: EnginePicture
 
 
-class Loaded(Frame):
+class AdapterLoaded(Frame):
     """The answer to `LoadAdapter`."""
 
     key: int
@@ -389,7 +389,17 @@ class Dead(Frame):
 
 
 Report = (
-    Ready | Refused | PromptPlaces | Begun | Outputs | Answer | Seen | Loaded | Counted | Heartbeat | Dead
+    Ready
+    | Refused
+    | PromptPlaces
+    | Begun
+    | Outputs
+    | Answer
+    | Seen
+    | AdapterLoaded
+    | Counted
+    | Heartbeat
+    | Dead
 )
 
 

@@ -286,8 +286,10 @@ class FrontEnd:
         conversation = call.conversation
         if images is None or images.fetcher is None or conversation is None:
             return
+        from ..text.chat_images import urls_to_fetch
+
         with call.naming_field(call.PROMPT_FIELD):
-            urls = images.urls_of(conversation.messages)
+            urls = urls_to_fetch(conversation.messages, images)
             if urls:
                 deadline = Deadline(exchange.time_left(call.timeout_s))
                 fetching = images.fetcher.fetch_all(urls, exchange.hold)

@@ -29,20 +29,15 @@ def has_images(messages: Sequence[Any]) -> bool:
     return next(_image_parts(messages), None) is not None
 
 
-def image_parts(messages: Sequence[Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the parts that are images, with their paths in the messages."""
-    return [*_image_parts(messages)]
-
-
 def _image_parts(messages: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts that are images, with their paths in the messages."""
     for i, message in enumerate(messages):
         for j, part in enumerate(_parts_of(message)):
             if isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS:
                 yield f"messages[{i}].content[{j}]", part
 
 
-def remote_urls(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
-    """Return the URLs of images that are to be fetched, with their names in messages. Raises RequestError."""
+def _remote_urls(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
     urls = dict[str, str]()
     for name, part in parts:
         if part["type"] == "image_url":
@@ -50,6 +45,21 @@ def remote_urls(parts: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str
             url = _url_of(f"{name}.image_url", part["image_url"], part.get("detail"))
             if is_remote(url):
                 urls.setdefault(url, url_name)
+    return urls
+
+
+def urls_to_fetch(messages: Sequence[Any], prompts: ImagePrompts) -> dict[str, str]:
+    """Return the URLs of a conversation's images that are to be fetched, with their names in messages.
+
+    Raises RequestError for URLs that are not fetched, and for more images than a prompt may have.
+    """
+    if prompts.fetcher is None:
+        return {}
+    parts = [*_image_parts(messages)]
+    prompts.check_number(len(parts))
+    urls = _remote_urls(parts)
+    for url, name in urls.items():
+        prompts.fetcher.check(name, url)
     return urls
 
 

@@ -211,22 +211,6 @@ class ImagePrompts:
             total += known[key]
         return total
 
-    def urls_of(self, messages: Sequence[Any]) -> dict[str, str]:
-        """Return the URLs of a conversation's images that are to be fetched, with their names in messages.
-
-        Raises RequestError for URLs that are not fetched, and for more images than a prompt may have.
-        """
-        from .chat_images import image_parts, remote_urls
-
-        if self.fetcher is None:
-            return {}
-        parts = image_parts(messages)
-        self.check_number(len(parts))
-        urls = remote_urls(parts)
-        for url, name in urls.items():
-            self.fetcher.check(name, url)
-        return urls
-
     def count_in(self, text: str) -> int:
         """Return how many images a text has placeholders for."""
         return len(self._places(text))

@@ -18,7 +18,7 @@ PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 MOST_PRE_TOKENIZERS = 4
 MOST_NAME = 4096  # characters of a token
 MOST_NAMES = 2**20  # characters of all added tokens together
-MOST_ADDED = 16  # tokens that a post-processor adds
+MOST_SPECIAL = 16  # tokens that a post-processor adds
 
 _SPACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _PREFIX = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, _SPACE]}
@@ -94,7 +94,7 @@ def _is_template(part: Part | None) -> bool:
         part["type"] == "TemplateProcessing"
         and [p["Sequence"]["id"] for p in part["single"] if "Sequence" in p] == ["A"]
         and all(len(token["ids"]) == len(token["tokens"]) for token in known.values())
-        and sum(len(known[name]["ids"]) for name in special) <= MOST_ADDED
+        and sum(len(known[name]["ids"]) for name in special) <= MOST_SPECIAL
     )
 
 

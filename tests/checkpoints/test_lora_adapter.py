@@ -9,8 +9,9 @@ from peft import LoraConfig
 
 from paged.architectures.hf_config import read_config
 from paged.base.errors import PagedError
+from paged.checkpoints.adapter_files import read_adapter
 from paged.checkpoints.gguf.adapter import read_gguf_adapter
-from paged.checkpoints.lora_adapter import NEUTRAL, READ, read_adapter
+from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.lora import check_adapter, shapes_of
@@ -50,14 +51,14 @@ def test_every_key_of_peft_is_read_neutral_or_refused(folder, tmp_path):
     own = json.loads((path / "adapter_config.json").read_text())
     defaults = written_by_peft(LoraConfig())
     assert len(defaults) > 30
-    assert not (NEUTRAL | READ) - {*defaults, "runtime_config", "auto_mapping"}
+    assert not (NEUTRAL_OF_PEFT | READ) - {*defaults, "runtime_config", "auto_mapping"}
     for key in [*defaults, "unheard_of"]:
         other = OTHERS.get(key, "other")
         (tmp_path / "adapter_config.json").write_text(json.dumps({**own, key: defaults.get(key)}))
         if key not in READ:  # the default changes nothing
             assert read_adapter(str(tmp_path), model).parts.keys() == plain.parts.keys()
         (tmp_path / "adapter_config.json").write_text(json.dumps({**own, key: other}))
-        if key not in NEUTRAL:
+        if key not in NEUTRAL_OF_PEFT:
             with pytest.raises(PagedError, match=rf"adapter_config.json: {key} "):
                 read_adapter(str(tmp_path), model)
             continue

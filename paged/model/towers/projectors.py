@@ -64,7 +64,7 @@ class _Standard(Loadable):
         return (x - self.std_bias.float()) * self.std_scale.float()
 
 
-class Embedder(nn.Module):
+class PatchEmbedder(nn.Module):
     """The mean of each square of patches, scaled, normalised and multiplied: Gemma 4's."""
 
     def __init__(self, spec: EmbedSpec, size: int, text_size: int, kernels: Kernels) -> None:
@@ -143,7 +143,7 @@ class StackedMerger(nn.Module):
         return cast(Tensor, self.second(inner))
 
 
-Projector = Embedder | Merger | Pooler | StackedMerger
+Projector = PatchEmbedder | Merger | Pooler | StackedMerger
 
 
 def new_projector(vision: VisionSpec, text_size: int, kernels: Kernels) -> Projector:
@@ -155,5 +155,5 @@ def new_projector(vision: VisionSpec, text_size: int, kernels: Kernels) -> Proje
     if isinstance(spec, MergeSpec):
         return Merger(spec, size, text_size, kernels)
     if isinstance(spec, EmbedSpec):
-        return Embedder(spec, size, text_size, kernels)
+        return PatchEmbedder(spec, size, text_size, kernels)
     return Pooler(spec, size, text_size, kernels)

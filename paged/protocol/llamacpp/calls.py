@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ...engine.model_text import ModelText
 
 MAX_FILES = 256  # of input_extra
-MARKER = "<__media__>"  # stands for an image in a prompt
-MARKED = f'prompt: {{"prompt_string": "{MARKER}...", "multimodal_data": [BASE64]}}'
+MEDIA_MARKER = "<__media__>"  # stands for an image in a prompt
+MARKED = f'prompt: {{"prompt_string": "{MEDIA_MARKER}...", "multimodal_data": [BASE64]}}'
 _OPTIONS = {field.name: field for field in OPTIONS.fields}
 # What llama.cpp's bodies and Ollama's options call alike.
 _SAMPLED = (
@@ -63,7 +63,7 @@ _ANSWER = [
 _PROMPT = FieldTable(
     "a prompt",
     [
-        Field("prompt_string", Text(), f"the text, with {MARKER} where an image stands", required=True),
+        Field("prompt_string", Text(), f"the text, with {MEDIA_MARKER} where an image stands", required=True),
         Field("multimodal_data", ListOf(Text(1)), "the images in base64"),
     ],
 )
@@ -168,13 +168,14 @@ class NativeCall(AnswerCall):
 
 def _with_images(text: ModelText, prompt: str, images: Sequence[str]) -> Prompt:
     """Return a prompt with a placeholder for each marker. Raises RequestError."""
-    if (num := prompt.count(MARKER)) != len(images):
+    if (num := prompt.count(MEDIA_MARKER)) != len(images):
         raise RequestError(
-            f"prompt.prompt_string has {num} times {MARKER}, and prompt.multimodal_data {len(images)} images",
+            f"prompt.prompt_string has {num} times {MEDIA_MARKER}, and prompt.multimodal_data "
+            f"{len(images)} images",
             param="prompt.prompt_string",
         )
     if text.images is not None:
-        prompt = prompt.replace(MARKER, text.images.written)
+        prompt = prompt.replace(MEDIA_MARKER, text.images.written)
     given: Any = with_images(text, prompt, "prompt.multimodal_data", images) if images else {"prompt": prompt}
     return {**given, "add_special_tokens": True}
 

@@ -37,7 +37,7 @@ class Batches(Protocol[Step]):
         """Store the drawn tokens of a step, i64[num_logits], from which the next step continues."""
 
 
-NO_ADAPTER = -1  # the slot of a token without an adapter
+WITHOUT_ADAPTER = -1  # the slot of a token without an adapter
 
 
 class StepAdapters(NamedTuple):
@@ -59,7 +59,7 @@ def put_adapters(plan: ComputedPart, upload: Upload, num_tokens: int = 0) -> Ste
     by_token: list[int] = []
     for slot, count in zip(plan.adapters, plan.counts, strict=True):
         by_token += [slot] * count
-    by_token += [NO_ADAPTER] * (num_tokens - len(by_token))
+    by_token += [WITHOUT_ADAPTER] * (num_tokens - len(by_token))
     by_output = [plan.adapters[row] for row in plan.sampled]
     for run in plan.asked:
         by_output += [plan.adapters[run.row]] * (run.end - run.start)

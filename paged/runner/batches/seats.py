@@ -38,7 +38,7 @@ from ...kernels.seats import (
 from ...model.batch import Batch, Queries
 from ...sampling.seat_parameters import SampledPlaces
 from ..plan import ComputedPart
-from .batches import NO_ADAPTER, StepAdapters, put_adapters
+from .batches import WITHOUT_ADAPTER, StepAdapters, put_adapters
 
 NO_NEW_ENTRIES = 2**30  # as FIRST_ENTRY: beyond every entry, so that all are taken from the seat
 MOST_PARTS = 1024  # of the static tensors that are kept
@@ -121,7 +121,6 @@ class SeatedBatches:
         long_context: LongContext | None = None,
         with_seats: bool = False,
         run_numbers: Callable[[ComputedPart], list[int]] | None = None,
-        with_adapters: bool = False,
     ) -> None:
         self._unpack_step = unpack_step
         self.block_size = block_size
@@ -145,17 +144,20 @@ class SeatedBatches:
             self.last_tokens = torch.zeros(num_seats, dtype=torch.int64, device=device)
             self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
             self._static = self._new_tensors(self.capacity, self.capacity)
-            slots = torch.full((self.capacity * with_adapters,), NO_ADAPTER, dtype=torch.int32, device=device)
         except torch.OutOfMemoryError as error:
             raise ResourceError(
                 f"no memory for the block tables of max_num_seqs {max_num_seqs} requests, each of "
                 f"max_model_len {max_model_len} tokens: {8 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
                 f"allocated on {device}; lower either"
             ) from error
-        self._adapters = slots  # of the tokens of a graph's step
+        self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
         self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
+
+    def take_adapters(self) -> None:
+        """Allow steps to have LoRA adapters."""
+        self._adapters = torch.full((self.capacity,), WITHOUT_ADAPTER, dtype=torch.int32, device=self._device)
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
         """Add to the upload what the device needs for the batch of a step."""
@@ -256,7 +258,7 @@ class SeatedBatches:
         if step.last_tokens is not None:
             seats, tokens = step.last_tokens
             self.last_tokens.index_copy_(0, seats.tensor, tokens.tensor)
-        if step.adapters is not None and step.is_padded:
+        if self._adapters is not None and step.adapters is not None and step.is_padded:
             slots = step.adapters.by_token.tensor
             self._adapters[: len(slots)].copy_(slots)
         outputs = step.outputs
@@ -341,7 +343,8 @@ class SeatedBatches:
         by_token[NUM_TOKEN_COLUMNS : NUM_TOKEN_COLUMNS + self._num_groups].fill_(NO_SLOT)
         if self._num_columns > NUM_TOKEN_COLUMNS + self._num_groups:
             by_token[-1].fill_(1)
-        self._adapters[:num_tokens].fill_(NO_ADAPTER)
+        if self._adapters is not None:
+            self._adapters[:num_tokens].fill_(WITHOUT_ADAPTER)
 
     def padded_batch(
         self, num_rows: int, num_tokens: int, *, is_short: bool, has_adapters: bool = False
@@ -366,14 +369,14 @@ class SeatedBatches:
         batch.real_count = out.cu_seqlens_q[num_rows:]
         if self.with_seats:  # of decodes; rows without tokens read and write no state
             batch.seats = out.by_token[SEAT_OF_TOKEN].int()
-        if has_adapters:
+        if has_adapters and self._adapters is not None:
             batch.adapters = batch.output_adapters = self._adapters[:num_tokens]
         return batch
 
     @property
     def has_adapters(self) -> Sequence[bool]:
         """Whether a step may have LoRA adapters: both values, or False alone."""
-        return (False, True) if len(self._adapters) else (False,)
+        return (False,) if self._adapters is None else (False, True)
 
     def _batch(
         self,

@@ -7,7 +7,7 @@ from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
 
-PLAIN = "text/plain; charset=utf-8"
+PLAIN_TEXT = "text/plain; charset=utf-8"
 
 
 class _AdapterRoute:
@@ -35,7 +35,7 @@ class LoadAdapterRoute(_AdapterRoute):
         call = await self._front.read_call(exchange, self._path, LoadAdapterCall)
         await self._front.load_adapter(call)
         text = f"Success: LoRA adapter '{call.name}' added successfully."
-        await exchange.respond(200, text.encode(), PLAIN)
+        await exchange.respond(200, text.encode(), PLAIN_TEXT)
 
 
 class UnloadAdapterRoute(_AdapterRoute):
@@ -46,4 +46,4 @@ class UnloadAdapterRoute(_AdapterRoute):
         call = await self._front.read_call(exchange, self._path, UnloadAdapterCall)
         await self._front.unload_adapter(call)
         text = f"Success: LoRA adapter '{call.name}' removed successfully."
-        await exchange.respond(200, text.encode(), PLAIN)
+        await exchange.respond(200, text.encode(), PLAIN_TEXT)
