@@ -33,7 +33,16 @@ CHOSEN = (
         "paged.architectures.families.gemma4",
     ),
     *("paged.sampling.structured_outputs", "paged.grammars.json_schema", "paged.sampling.dry"),
-    *("paged.scheduler.runs", "paged.engine.logprob_turns", "paged.runner.quantised"),
+    *(
+        "paged.scheduler.runs",
+        "paged.scheduler.backlog",
+        "paged.scheduler.deadlines",
+        "paged.scheduler.towers",
+        "paged.scheduler.adapters",
+        "paged.options.lora_request",
+        "paged.engine.logprob_turns",
+        "paged.runner.quantised",
+    ),
     *("paged.text.tokenizer_bounds", "paged.text.tokenizer_growth", "paged.kernels.content_checks"),
     *("paged.base.from_vllm", "paged.base.json_kinds", "paged.sampling.reporter"),
     *(

@@ -148,12 +148,6 @@ def read_config(directory: Path) -> ModelConfig:
     return with_gguf_names(config, hf[GGUF_KEY], hf.get(FURTHER_KEY, 0))
 
 
-def with_names_of_transformers(config: ModelConfig, directory: Path) -> ModelConfig:
-    """Return the config of a model in this directory with the tensor names of transformers' checkpoints."""
-    hf = read_hf(directory)
-    return replace(config, tensor_names=from_hf(hf).tensor_names) if GGUF_KEY in hf else config
-
-
 def _bits(hf: Config, key: str, file: Path) -> float | None:
     """Return the bits of a weight, on average; None: that config.json does not say."""
     value: float | None = hf.get(key)

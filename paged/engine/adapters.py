@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..architectures.config import ModelConfig
 from ..base.errors import CheckpointError, RequestError
-from ..checkpoints.adapter_files import read_adapter
+from ..checkpoints.adapter_files import read_adapter, with_names_of_transformers
 from ..checkpoints.lora_adapter import LoraAdapter
 from ..model.lora import LoraSlots
 from ..options.lora_request import LoRARequest
+from ..requests.request import RequestGroup
+from ..runner.model_runner import ModelRunner
+from ..scheduler.scheduler import Scheduler
 from .loaded_adapters import LoadedAdapters
 
 
@@ -23,6 +27,26 @@ class ReadAdapter:
 
     request: LoRARequest
     adapter: LoraAdapter
+
+
+def new_adapters(
+    runner: ModelRunner, scheduler: Scheduler, groups: Mapping[str, RequestGroup], directory: Path
+) -> Adapters:
+    """Return the adapters of an engine whose runner has slots for them.
+
+    groups: the unfinished requests. directory: of the model.
+    """
+    config = runner.config
+    scheduler.have_adapters(config.max_loras)
+
+    def in_use() -> set[int]:
+        made = (sample for group in groups.values() for sample in group.samples)
+        return {r.inputs.adapter for r in (*made, *scheduler.running, *scheduler.waiting())}
+
+    assert runner.lora is not None, "the runner has slots"
+    most = config.max_cpu_loras or config.max_loras
+    named = with_names_of_transformers(runner.model_config, directory)
+    return Adapters(runner.lora, runner.adapters, named, most, in_use)
 
 
 class Adapters:

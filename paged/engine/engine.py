@@ -42,7 +42,6 @@ from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
     from ..checkpoints.embedding_files import Pooling
-    from ..model.lora import LoraSlots
     from ..options.lora_request import LoRARequest
     from ..options.other_calls import BeamSearchParams, PoolingParams
     from ..runner.draft_model import DraftCheckpoint
@@ -171,29 +170,14 @@ class LLMEngine(metaclass=ExplainsMissing):
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
-        if runner.lora is not None:
-            factory.adapters = self._new_adapters(runner.lora)
         self._chats: dict[str | None, LocalChat] = {}  # by chat_template
         self.core = EngineCore(runner, self.scheduler, factory, self.tokenizer)
+        if runner.lora is not None:
+            from .adapters import new_adapters
+
+            factory.adapters = new_adapters(runner, self.scheduler, self.core.groups, self.directory)
         runner.keep_weights()
         logger.info(self.describe())
-
-    def _new_adapters(self, slots: LoraSlots) -> Adapters:
-        """Return the adapters of an engine with slots for them."""
-        from ..architectures.hf_config import with_names_of_transformers
-        from .adapters import Adapters
-
-        config = self.config
-        scheduler = self.scheduler
-        scheduler.have_adapters(config.max_loras)
-
-        def in_use() -> set[int]:
-            made = (sample for group in self.core.groups.values() for sample in group.samples)
-            return {r.inputs.adapter for r in (*made, *scheduler.running, *scheduler.waiting())}
-
-        most = config.max_cpu_loras or config.max_loras
-        named = with_names_of_transformers(self.model_config, self.directory)
-        return Adapters(slots, self.runner.adapters, named, most, in_use)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:

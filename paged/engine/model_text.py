@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 # With one of these a checkpoint says how it makes embeddings.
 EMBEDDING_FILES = ("modules.json", "1_Pooling")
-SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 MOST_TOKENIZED = 4  # texts at once in threads
 
 
@@ -132,11 +131,6 @@ class ModelText:
     def default_params(self) -> SamplingParams:
         """The sampling parameters of requests that give none."""
         return self.params_of({})
-
-    @property
-    def shown_defaults(self) -> dict[str, float]:
-        """The numbers that shape the sampling of requests that give none, as /v1/models tells them."""
-        return {name: getattr(self.default_params, name) for name in SHOWN_DEFAULTS}
 
     @cached_property
     def embedding(self) -> EmbeddingSettings:

@@ -267,7 +267,13 @@ class EngineConfig:
             from .media_domains import media_domains_of
 
             object.__setattr__(self, "allowed_media_domains", media_domains_of(self.allowed_media_domains))
-        self._check_lora()
+        check_int(ConfigError, "max_loras", self.max_loras, 1, 4096)
+        check_int(ConfigError, "max_lora_rank", self.max_lora_rank, 1, 1024)
+        lora = self.max_loras, self.max_lora_rank, self.max_cpu_loras, self.lora_target_modules
+        if self.enable_lora or lora != (1, 16, None, None):
+            from .lora_request import check_slots
+
+            check_slots(self.enable_lora, *lora)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -317,31 +323,6 @@ class EngineConfig:
                 raise ConfigError(
                     f"swap_space {self.swap_space:g} has no effect with preemption_mode 'recompute'; omit one"
                 )
-
-    def _check_lora(self) -> None:
-        """Check the options of adapters."""
-        check_int(ConfigError, "max_loras", self.max_loras, 1, 4096)
-        check_int(ConfigError, "max_lora_rank", self.max_lora_rank, 1, 1024)
-        if self.max_cpu_loras is not None:
-            check_int(ConfigError, "max_cpu_loras", self.max_cpu_loras, self.max_loras)
-        targets = self.lora_target_modules
-        if targets is not None:
-            is_list = isinstance(targets, Sequence) and not isinstance(targets, str)
-            if not is_list or not targets or not all(isinstance(each, str) and each for each in targets):
-                raise ConfigError(
-                    f'lora_target_modules must be a list of names such as ["q_proj"], got {shown(targets)}'
-                )
-        if not self.enable_lora:
-            for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
-                if (value := getattr(self, name)) != default:
-                    raise ConfigError(
-                        f"{name} {value} has no effect without enable_lora=True; give both or none"
-                    )
-            for name in ("max_cpu_loras", "lora_target_modules"):
-                if (value := getattr(self, name)) is not None:
-                    raise ConfigError(
-                        f"{name} {shown(value)} has no effect without enable_lora=True; give both or none"
-                    )
 
     def _check_ranks(self) -> None:
         """Check what of the options about several processes can be checked without the model."""

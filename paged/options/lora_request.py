@@ -109,3 +109,35 @@ def _named(text: str) -> tuple[str, str]:
     if found or not isinstance(name, str) or not isinstance(path, str):
         raise ConfigError(f"lora_modules takes texts as name and path, and no other keys, got {shown(text)}")
     return name, path
+
+
+def check_slots(
+    enable_lora: bool,
+    max_loras: int,
+    max_lora_rank: int,
+    max_cpu_loras: int | None,
+    lora_target_modules: Sequence[str] | None,
+) -> None:
+    """Raise ConfigError unless the options of an engine for adapters fit together."""
+    if max_cpu_loras is not None:
+        check_int(ConfigError, "max_cpu_loras", max_cpu_loras, max_loras)
+    targets = lora_target_modules
+    if targets is not None:
+        is_list = isinstance(targets, Sequence) and not isinstance(targets, str)
+        if not is_list or not targets or not all(isinstance(each, str) and each for each in targets):
+            raise ConfigError(
+                f'lora_target_modules must be a list of names such as ["q_proj"], got {shown(targets)}'
+            )
+    if enable_lora:
+        return
+    given = {
+        "max_loras": (max_loras, 1),
+        "max_lora_rank": (max_lora_rank, 16),
+        "max_cpu_loras": (max_cpu_loras, None),
+        "lora_target_modules": (targets, None),
+    }
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(
+                f"{name} {shown(value)} has no effect without enable_lora=True; give both or none"
+            )

@@ -26,11 +26,12 @@ from .policy import FirstComeFirstServed, Policy
 from .preemption import Preemption
 from .running import RunningSet
 from .schedule import NOT_FINITE, RowError, Schedule, SchedulerCounters
-from .waiting import Deadlines, Room, WaitingQueue
+from .waiting import Room, WaitingQueue
 
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
     from .ahead import StepsAhead
+    from .deadlines import Deadlines
     from .drafts import Drafts
     from .policies import Fair
     from .runs import Runs
@@ -126,7 +127,7 @@ class Scheduler:
         self.end_at_stop_string: Callable[[Request], None] | None = None
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._num_arrivals = 0
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines | None = None  # None until a request has one
 
     @property
     def running(self) -> list[Request]:
@@ -634,7 +635,12 @@ class Scheduler:
     def _enter(self, request: Request) -> None:
         """Give a new request its arrival, rank and deadline."""
         self._arrive(request)
-        self._deadlines.add(request, len(self.running) + self.num_waiting)
+        if request.inputs.deadline != math.inf:
+            if self._deadlines is None:
+                from .deadlines import Deadlines
+
+                self._deadlines = Deadlines()
+            self._deadlines.add(request, len(self.running) + self.num_waiting)
 
     def _arrive(self, request: Request) -> None:
         """Give a request the next arrival, and the rank that follows from it."""
@@ -712,6 +718,8 @@ class Scheduler:
 
     def expire(self) -> list[Request]:
         """Abort and return the requests whose deadline has passed."""
+        if self._deadlines is None:
+            return []
         expired = self._deadlines.take_expired(self.clock())
         for request in expired:
             self.abort(request, TIMEOUT_MESSAGE, "timeout")

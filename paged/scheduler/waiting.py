@@ -1,95 +1,21 @@
-"""WaitingQueue: the waiting requests in order. Need and Room: what a request takes, what is free.
-
-Backlog: the parts of a call that do not wait in the queue yet, as an earlier part has not begun.
-"""
+"""WaitingQueue: the waiting requests in order. Need and Room: what a request takes, what is free."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import operator
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
 from ..blocks.sequence import NEVER
-from ..requests.request import Request, RequestStatus
+from ..requests.request import Request
 from .policy import Policy, Rank
 
-
-class Backlog:
-    """Holds back requests of calls with many prompts or continuations: one at a time waits in the queue.
-
-    The requests of a call are its parts. A part joins the end of the queue when the part before it begins or
-    ends. Thus at most one part of a call that has not begun is ahead of a later request. Parts that ran
-    before are not held back and keep their place.
-    """
-
-    def __init__(self) -> None:
-        self._queued: dict[str, Request] = {}  # the part of each call that waits in the queue
-        self._parts: dict[str, OrderedDict[Request, None]] = {}  # those behind it, in order
-        self._num_parts = 0
-
-    def keeps(self, request: Request) -> bool:
-        """Return whether to hold a request back, because another part of its call is in the queue."""
-        call = request.inputs.part_of
-        if not call or request.ran_before:
-            return False
-        if call not in self._queued:
-            self._queued[call] = request
-            return False
-        self._parts.setdefault(call, OrderedDict())[request] = None
-        self._num_parts += 1
-        return True
-
-    def discard(self, request: Request) -> bool:
-        """Remove a part that has ended. Return whether it was held back."""
-        parts = self._parts.get(request.inputs.part_of)
-        if parts is None or request not in parts:
-            return False
-        del parts[request]
-        self._num_parts -= 1
-        return True
-
-    def is_turn_of(self, request: Request) -> bool:
-        """Return whether a request is the part of its call that waits in the queue."""
-        return self._queued.get(request.inputs.part_of) is request
-
-    def next_after(self, request: Request) -> Request | None:
-        """Return the part that joins the queue after `request` has left it; None if there is none."""
-        call = request.inputs.part_of
-        if self._queued.get(call) is not request:
-            return None
-        parts = self._parts.get(call)
-        if not parts:
-            del self._queued[call]
-            self._parts.pop(call, None)
-            return None
-        following, _ = parts.popitem(last=False)
-        self._num_parts -= 1
-        self._queued[call] = following
-        return following
-
-    def __len__(self) -> int:
-        return self._num_parts
-
-    def check(self, queued: Collection[Request]) -> None:
-        """Check that at most one new part of each call is in the queue, and no held-back part."""
-        for call, request in self._queued.items():
-            assert request in queued, "the part whose turn it is does not wait in the queue"
-            assert request.inputs.part_of == call
-        assert self._parts.keys() <= self._queued.keys(), "parts wait behind none"
-        fresh = [r for r in queued if r.inputs.part_of and not r.ran_before]
-        assert len(fresh) == len(self._queued), "two parts of a call that have not begun wait in the queue"
-        assert not {*self.requests()} & {*queued}, "a part waits twice"
-        assert self._num_parts == len(self.requests()), "the parts are miscounted"
-
-    def requests(self) -> list[Request]:
-        """Return all parts that are held back."""
-        return [request for parts in self._parts.values() for request in parts]
+if TYPE_CHECKING:
+    from .backlog import Backlog
 
 
 class Need(NamedTuple):
@@ -172,7 +98,7 @@ class WaitingQueue:
         self._watermark_blocks = int(watermark * block_manager.pool.num_blocks)
         self._protected: list[tuple[Rank, Request]] = []
         self._held: dict[Request, None] = {}  # not to run until they are released
-        self._backlog = Backlog()
+        self._backlog: Backlog | None = None  # None until a call with many prompts comes
         self._arrive = arrive
         self.num_tokens = 0
         self._num_changes = 0  # of the queue: requests that came or went
@@ -187,8 +113,16 @@ class WaitingQueue:
             self._held[request] = None
         elif request.protected:
             heapq.heappush(self._protected, (request.rank, request))
-        elif not self._backlog.keeps(request):
+        elif not self._is_kept_back(request):
             self._policy.push(request)
+
+    def _is_kept_back(self, request: Request) -> bool:
+        """Return whether a request joins the backlog, because another part of its call is in the queue."""
+        if request.inputs.part_of and self._backlog is None:
+            from .backlog import Backlog
+
+            self._backlog = Backlog()
+        return self._backlog is not None and self._backlog.keeps(request)
 
     def peek(self) -> Request | None:
         """Return the request that should run next; None if all waiting requests are held."""
@@ -213,7 +147,7 @@ class WaitingQueue:
             self._let_next_arrive(request)  # if it was set aside
         elif request.protected:
             self._remove_protected(request)
-        elif not self._backlog.discard(request):
+        elif self._backlog is None or not self._backlog.discard(request):
             self._policy.remove(request)
             self._let_next_arrive(request)
 
@@ -240,7 +174,7 @@ class WaitingQueue:
 
     def _let_next_arrive(self, request: Request) -> None:
         """Queue the next part of the call to which a request belongs that has left the queue."""
-        following = self._backlog.next_after(request)
+        following = None if self._backlog is None else self._backlog.next_after(request)
         if following is not None:
             self._arrive(following)
             self._policy.push(following)
@@ -286,42 +220,14 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Check that the backlog and the queue hold the parts of calls that they should."""
-        aside = [request for request in self._held if self._backlog.is_turn_of(request)]
-        self._backlog.check([*self._policy, *aside])
+        if self._backlog is not None:
+            aside = [request for request in self._held if self._backlog.is_turn_of(request)]
+            self._backlog.check([*self._policy, *aside])
 
     def __len__(self) -> int:
-        return len(self._protected) + len(self._policy) + len(self._held) + len(self._backlog)
+        return len(self._protected) + len(self._policy) + len(self._held) + len(self._backlog or ())
 
     def __iter__(self) -> Iterator[Request]:
         protected = [r for _, r in sorted(self._protected)]
-        return itertools.chain(protected, self._policy, self._backlog.requests(), self._held)
-
-
-class Deadlines:
-    """A heap of requests with deadlines. Finished requests are dropped once they outnumber the live ones."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
-
-    def add(self, request: Request, num_live: int) -> None:
-        """Add a request if it has a deadline.
-
-        num_live: the number of running and waiting requests.
-        """
-        if request.inputs.deadline == math.inf:
-            return
-        if len(self._heap) > 2 * num_live + 64:
-            self._heap = sorted(e for e in self._heap if e[2].status is not RequestStatus.FINISHED)
-        heapq.heappush(self._heap, (request.inputs.deadline, request.arrival, request))
-
-    def take_expired(self, now: float) -> list[Request]:
-        """Remove and return the unfinished requests whose deadline has passed."""
-        expired = []
-        while self._heap and self._heap[0][0] <= now:
-            _, _, request = heapq.heappop(self._heap)
-            if request.status is not RequestStatus.FINISHED:
-                expired.append(request)
-        return expired
-
-    def __len__(self) -> int:
-        return len(self._heap)
+        kept_back = () if self._backlog is None else self._backlog.requests()
+        return itertools.chain(protected, self._policy, kept_back, self._held)

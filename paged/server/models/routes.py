@@ -37,6 +37,7 @@ from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
 from ..routes.llamacpp import PropsRoute, SlotsRoute
 from ..routes.page import CLOSED_LOOK_S
+from ..routes.service import shown_defaults
 from ..routes.table import HANDLERS, Handler
 from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
 from .lobby import LoadedModel, Lobby
@@ -241,7 +242,7 @@ def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
         "parent": None,
         "max_model_len": lobby.lengths.get(entry.name),
         "chat_defaults": {} if loaded is None else loaded.front.engine.text.chat_defaults,
-        "sampling_defaults": {} if loaded is None else loaded.front.engine.text.shown_defaults,
+        "sampling_defaults": {} if loaded is None else shown_defaults(loaded.front.engine.text),
         "load_seconds": lobby.host.load_seconds.get(entry.name),
         "state": "absent" if resident is None else resident.stage.value,
     }

@@ -6,12 +6,15 @@ from typing import Any
 
 from ... import __version__
 from ...base.errors import EngineDeadError
+from ...engine.model_text import ModelText
 from ...protocol.endpoints import GET_MODEL
 from ...protocol.openapi import openapi
 from ..front_end import STOPPING, FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..telemetry.metrics import CONTENT_TYPE
+
+SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ModelsRoute:
@@ -40,6 +43,11 @@ class ModelRoute:
         await exchange.respond_json(200, _model(self._front, name))
 
 
+def shown_defaults(text: ModelText) -> dict[str, float]:
+    """Return the numbers that shape the sampling of requests that give none, for /v1/models."""
+    return {name: getattr(text.default_params, name) for name in SHOWN_DEFAULTS}
+
+
 def _model(front: FrontEnd, name: str) -> dict[str, Any]:
     adapter = front.adapters.get(name)
     return {
@@ -51,7 +59,7 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
         "parent": None if adapter is None else front.names[0],
         "max_model_len": front.engine.max_model_len,
         "chat_defaults": front.engine.text.chat_defaults,
-        "sampling_defaults": front.engine.text.shown_defaults,
+        "sampling_defaults": shown_defaults(front.engine.text),
     }
 
 

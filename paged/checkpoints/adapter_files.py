@@ -1,0 +1,33 @@
+"""Find and read a LoRA adapter by the name that a request gives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..architectures.config import ModelConfig
+from ..architectures.gguf_paths import GGUF_KEY, is_gguf
+from ..architectures.hf_config import check_file, from_hf, read_hf
+from .lora_adapter import MAX_ADAPTER_BYTES, LoraAdapter, read_lora_adapter
+from .model_directory import resolve
+
+
+def with_names_of_transformers(config: ModelConfig, directory: Path) -> ModelConfig:
+    """Return the config of a model in this directory with the tensor names of transformers' checkpoints."""
+    hf = read_hf(directory)
+    return replace(config, tensor_names=from_hf(hf).tensor_names) if GGUF_KEY in hf else config
+
+
+def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:
+    """Read an adapter: a directory in PEFT's format, a GGUF file, or a hub id.
+
+    model: the config of its model, with the names that tensors have in transformers' checkpoints.
+
+    Raises CheckpointError, which names file and tensor or key.
+    """
+    if is_gguf(name) and (path := Path(name).expanduser()).exists():
+        from .gguf.adapter import read_gguf_adapter
+
+        check_file(path, MAX_ADAPTER_BYTES)
+        return read_gguf_adapter(path, model)
+    return read_lora_adapter(Path(resolve(name)), model.tensor_names)
