@@ -126,8 +126,7 @@ class Llama:
 def generate(model: Llama, scheduler: Scheduler, prompts: list[list[int]], max_tokens: int) -> list[Request]:
     """Generate greedily until every prompt has max_tokens. Return the requests, with their output."""
     inputs = [RequestInputs(prompt_token_ids=p, max_total_tokens=len(p) + max_tokens) for p in prompts]
-    requests = [Request(each) for each in inputs]
-    for request in requests:
+    for request in (requests := [*map(Request, inputs)]):
         scheduler.add(request)
     while scheduler.has_unfinished():
         schedule = scheduler.schedule()
