@@ -26,8 +26,13 @@ LORA = {"add_lora"}
 # Products of experts, and what decides over their rows: numbers of each token and expert.
 EXPERTS = {"grouped_linear", "route", "sort_by_expert"}
 SAMPLING = {"penalties", "maxima", "coarse", "gather", "search", "best", "pick"}
-# Bytes of the stack: one odd shape of heads, since tokens without a slot are not stored.
-SPILLS = {("sm_100", "rotary_store_kv", "7/1x16 float16 norm"): 8}
+# Bytes of the stack: one odd shape of heads, since tokens without a slot are not stored; four numbers around
+# the loops of a run of drafts.
+SPILLS = {
+    ("sm_100", "rotary_store_kv", "7/1x16 float16 norm"): 8,
+    ("sm_86", "mamba2_scan", "bfloat16 runs"): 16,
+    ("sm_89", "mamba2_scan", "bfloat16 runs"): 16,
+}
 KNOWN = known_figures()
 AMD = [target for target in TARGETS if target.startswith("gfx")]
 NVIDIA = [target for target in TARGETS if target not in AMD]
