@@ -50,7 +50,7 @@ def from_bytes(data: bytes) -> ComputedPart:
         state_moves=state_moves,
         settled=settled,
         unapplied=unapplied,
-        adapters=adapters,
+        adapters=adapters or (),
         num_decodes=num_decodes,
         num_drafting=num_drafting,
         seats=seats,
