@@ -18,6 +18,7 @@ from paged.engine.embedding import EmbeddingRequestOutput
 from paged.engine.model_text import ModelText
 from paged.engine.scoring import ScoreOutput
 from paged.options.config import EngineConfig
+from paged.options.lora_request import LoRARequest
 from paged.options.sampling_params import RequestOutputKind, SamplingParams
 from paged.requests.request import CompletionOutput, Prompt, RequestMetrics, RequestOutput
 from paged.scheduler.stats import EngineStats
@@ -110,6 +111,7 @@ class StubEngine:
         self.is_running = True
         self.errored = False
         self.is_idle = is_idle
+        self.loaded_adapters: list[LoRARequest] = []
         self.dead_error: EngineDeadError | None = None
         self._ids = itertools.count()
 
@@ -131,6 +133,7 @@ class StubEngine:
         tenant: str = "",  # noqa: ARG002
         timeout_s: float | None = None,  # noqa: ARG002
         generated_token_ids: Sequence[int] = (),  # noqa: ARG002
+        lora_request: LoRARequest | None = None,  # noqa: ARG002
     ) -> StubStream:
         """Return the outputs of a prompt."""
         params = self.text.params_of({}) if sampling_params is None else sampling_params

@@ -21,6 +21,7 @@ WITHOUT_EFFECT = frozenset(
         *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "weights_cache", "verify_weights_cache"),
         *("num_threads", "enforce_eager", "async_scheduling", "enable_prefix_caching", "block_size"),
         *("num_blocks", "swap_space", "language_model_only", "limit_mm_per_prompt", "mm_processor_cache_gb"),
+        "allowed_media_domains",
         *("state_snapshots", "state_interval"),
         *("gpu_memory_utilization", "cpu_memory_utilization", "watermark", "preemption_mode"),
         *("max_preemptions", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),

@@ -9,6 +9,7 @@ from paged import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from paged.base.errors import PagedError
 from paged.base.fields import Effect
 from paged.chat.chat_format import ChatFormat
+from paged.protocol.calls.adapters import LoadAdapterCall, UnloadAdapterCall
 from paged.protocol.calls.call import AnswerCall, GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.calls.vectors import EmbeddingCall
@@ -68,7 +69,7 @@ def outcome(url, body, text):
         call = parse_call(url, body, SHOWING if url in OF_SHOWING else TRUSTING)
         private = {"values", "limits", "sampling", "form_fields", "conversation", "listed"}
         asked = {name: v for name, v in vars(call).items() if name not in private and name[0] != "_"}
-        if isinstance(call, NamedCall | CopyCall):
+        if isinstance(call, NamedCall | CopyCall | LoadAdapterCall | UnloadAdapterCall):
             return call.values
         if isinstance(call, TextCall):
             return asked, call.answer(Spelled(text), 2048)

@@ -6,6 +6,7 @@ import random
 from paged.base.errors import RequestError, UnknownArgumentError
 from paged.base.strict_json import parse_json
 from paged.chat.chat_format import ChatFormat
+from paged.protocol.calls.adapters import LoadAdapterCall, UnloadAdapterCall
 from paged.protocol.calls.call import GenerationCall
 from paged.protocol.calls.tokens import TextCall
 from paged.protocol.endpoints import parse_call
@@ -28,7 +29,7 @@ def test_random_bodies_are_parsed_or_refused(text):
             call = parse_call(url, parse_json(json.dumps(body)), limits)
             if isinstance(call, TextCall):
                 call.answer(text, 2048)
-            elif not isinstance(call, NamedCall | CopyCall):  # which name a model alone
+            elif not isinstance(call, NamedCall | CopyCall | LoadAdapterCall | UnloadAdapterCall):
                 call.prompts(text)
             if isinstance(call, GenerationCall):
                 call.params(text)

@@ -64,6 +64,7 @@ ENGINE = {
     "limit_mm_per_prompt": {"image": 2},
     "mm_processor_kwargs": {"size": {"longest_edge": 99}},
     "mm_processor_cache_gb": 1.0,
+    "allowed_media_domains": ["images.example"],
 }
 SAMPLING = {
     "temperature": 0.5,

@@ -262,7 +262,6 @@ def test_options_by_ollamas_names(options, params):
         ({"keep_alive": True}, "keep_alive must be a number of seconds or a duration"),
         ({"format": "yaml"}, 'format must be "json", a JSON schema'),
         ({"think": "very"}, "think must be one of"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["eA=="]}]}, "images is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"prompt": "x"}, "unknown argument 'prompt'"),
     ],

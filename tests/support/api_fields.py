@@ -176,6 +176,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "name": ("n", {}),
     "truncate": (False, {}),
     "source": ("n", {}),
+    "lora_name": ("chat", {}),
+    "lora_path": ("adapters/chat", {}),
+    "load_inplace": (True, {}),
+    "lora_int_id": (3, {}),
     "destination": ("o", {}),
 }
 # The same where a body has another form of the field.

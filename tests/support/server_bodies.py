@@ -18,7 +18,9 @@ MOST_BYTES = 2**21  # twice what the server takes
 # Bodies that are valid by themselves. Few tokens are generated.
 # Models are not changed by clients of the servers that get them, and the demo cannot fill in the middle.
 VALID: dict[str, list[dict[str, Any]]] = {
-    url: [body] for url, body in BODIES.items() if url not in ("/api/pull", "/api/copy", "/infill")
+    url: [body]
+    for url, body in BODIES.items()
+    if url not in ("/api/pull", "/api/copy", "/infill") and "lora" not in url
 }
 VALID[CHAT] += ASSISTANT_BODIES.values()
 VALID["/tokenize"] += [{"messages": BODIES[CHAT]["messages"], "tools": TOOLS}]
