@@ -123,7 +123,8 @@ def test_other_forms_of_weights_and_drafts_change_nothing(name, folder):
     model = "demo" if name == "int4" else "llama"  # tiny ones have no whole groups
     own = {**FORMS[name], "enable_lora": True, "max_lora_rank": 8}
     if name == "draft":
-        own["speculative_config"] = {"model": str(checkpoint(model)), "num_speculative_tokens": 3}
+        drafts = {"model": str(checkpoint(model)), "num_speculative_tokens": 3, "adaptive": False}
+        own["speculative_config"] = drafts
     paths = [adapter_of(model, folder / f"{model}-{seed}", OF_FORMS, seed, 0.2) for seed in (0, 1)]
     requests = [None, *(request(path, number) for number, path in enumerate(paths, 1))]
     prompts = [[*range(20, 30), *range(20, 28)]] * 3
