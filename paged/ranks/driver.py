@@ -94,7 +94,7 @@ class DriverRunner(ModelRunner):
         super().allocate(directory, run_step)
 
     def _new_decode_graphs(self) -> StageGraphs | None:
-        if self.device.type != "cuda" or self.lora is not None:
+        if self.device.type != "cuda":
             return None
         from ..runner.stage_graphs import new_stage_graphs
 
