@@ -103,14 +103,14 @@ MULTIMODAL: dict[str, Multimodal] = {
         {"gemma4_text": TextPart("Gemma4ForCausalLM", _sizes(262144, 2304, 9216, 30, 8))},
         _GEMMA4,
         _GEMMA4_TOKENS,
-        "Gemma 4 E2B, E4B and 31B (text)",
+        "Gemma 4 E2B, E4B and 31B",
     ),
     "Gemma4UnifiedForConditionalGeneration": Multimodal(
         "gemma4_unified",
         {"gemma4_unified_text": TextPart("Gemma4UnifiedForCausalLM", _sizes(262144, 2304, 9216, 30, 8))},
         _GEMMA4,
         _GEMMA4_TOKENS,
-        "Gemma 4 12B (text)",
+        "Gemma 4 12B",
     ),
     "Mistral3ForConditionalGeneration": Multimodal(
         "mistral3",
