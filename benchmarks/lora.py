@@ -140,7 +140,7 @@ def load_times(engine: LLMEngine, adapters: list[LoRARequest], rounds: int) -> d
     times = []
     for _ in range(rounds):
         started = time.perf_counter()
-        lora.set(0, adapter)
+        lora.set(0, adapter.parts)
         times.append(time.perf_counter() - started)
     return {
         "steps": f"load of {adapter.num_bytes / 1e6:.0f} MB",
