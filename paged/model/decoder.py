@@ -130,10 +130,8 @@ class DecoderLayer(Loadable):
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         assert self.mlp is not None, "the layer has a feed-forward part"
-        if isinstance(self.mlp, ManyExperts):
-            out: Tensor = self.mlp(hidden, count=rows.real_count, adapters=rows.adapters)
-        else:
-            out = self.mlp(hidden, rows.adapters)
+        more = {"count": rows.real_count} if isinstance(self.mlp, ManyExperts) else {}
+        out: Tensor = self.mlp(hidden, adapters=rows.adapters, **more)
         return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:
