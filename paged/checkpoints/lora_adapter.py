@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures.config import LAYERS, ExpertStack, TensorNames
+from ..architectures.config import LAYERS, ExpertStack, ModelConfig, TensorNames
 from ..architectures.hf_config import check_file, read_json
+from ..architectures.spec import ExpertsSpec
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import check_number, shown
 from .safetensors_file import SafetensorsFile
@@ -79,8 +80,8 @@ class LoraAdapter:
         return sum(each.nbytes for part in self.parts.values() for each in part)
 
 
-def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
-    """Read an adapter. names: those of its model's tensors.
+def read_lora_adapter(directory: Path, model: ModelConfig) -> LoraAdapter:
+    """Read an adapter. model: the config of its model, with the names of transformers' checkpoints.
 
     Raises CheckpointError, which names file and tensor or key, for what is damaged, not finite or not
     supported.
@@ -95,10 +96,10 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
     check_file(path, MAX_ADAPTER_BYTES)
-    reader = AdapterReader(path, names, (directory / CONFIG).read_bytes())
+    reader = AdapterReader(path, model, (directory / CONFIG).read_bytes())
     with SafetensorsFile(path) as file:
         for module, a, b in _pairs(file.tensors):
-            found = _stack_at(module, config, names)
+            found = _stack_at(module, config, model.tensor_names)
             if found is None:
                 name = config.parameter_of(module)
                 reader.add(module, a, b, config.rank_of(name), config.scale_of(name))
@@ -143,13 +144,15 @@ class AdapterReader:
     """Reads the matrices of an adapter, and makes the adapter of them.
 
     path: the file.
-    names: those of the tensors of its model.
+    model: the config of its model, with the names that tensors have in the adapter.
     config: what the adapter's digest begins with: all that its file says beside the matrices.
     """
 
-    def __init__(self, path: Path, names: TensorNames, config: bytes) -> None:
+    def __init__(self, path: Path, model: ModelConfig, config: bytes) -> None:
         self._path = path
-        self._names = names
+        self._names = model.tensor_names
+        parts = [part for layer in model.layers for part in layer.feed_forwards]
+        self._num_experts = max((p.num_experts for p in parts if isinstance(p, ExpertsSpec)), default=0)
         self._parts: dict[str, LoraPart] = {}
         self._digest = sha256(config)
 
@@ -169,30 +172,40 @@ class AdapterReader:
     ) -> None:
         """Read the matrices of a stack of experts, by its name in a checkpoint of the model.
 
-        a: [num_experts * rank, in_features], expert by expert.
-        b: [out_features, rank * num_experts], rank by rank, each with all experts.
+        a: [num_experts, rank, in_features], or in PEFT's form [num_experts * rank, in_features].
+        b: [num_experts, out_features, rank], or in PEFT's form [out_features, rank * num_experts], rank by
+            rank, each with all experts.
 
         Raises CheckpointError if they do not have these shapes.
         """
         own_name = self._names.in_decoder(name) or name
-        low, high = self._read(own_name, a, b)
-        num_rows, num_pairs = high.shape
-        num_experts = len(low) // rank
-        if num_pairs != len(low) or len(low) != num_experts * rank or num_rows % len(stack.parts):
+        is_flat = len(a.shape) == 2
+        low, high = self._read(own_name, a, b, num_dims=2 if is_flat else 3)
+        num_experts = self._num_experts
+        *_, num_inputs = low.shape
+        num_rows = len(high) if is_flat else high.shape[1]
+        shapes = [num_experts, rank, num_inputs], [num_experts, num_rows, rank]
+        if is_flat:
+            shapes = [num_experts * rank, num_inputs], [num_rows, rank * num_experts]
+        if (a.shape, b.shape) != shapes or num_rows % len(stack.parts):
             raise CheckpointError(
                 f"{a.path}: {a.name} of shape {a.shape} and {b.name} of shape {b.shape} must have the rank "
-                f"{rank} of {CONFIG} for each expert of {name}, and rows of {len(stack.parts)} matrices"
+                f"{rank} of the adapter's config for each of the {num_experts} experts of {name}, and rows "
+                f"of {len(stack.parts)} matrices"
             )
+        if is_flat:
+            low = low.view(num_experts, rank, num_inputs)
+            high = high.view(num_rows, rank, num_experts).permute(2, 0, 1).contiguous()
+        high = high * scale
         experts = own_name.removesuffix(stack.name) + "mlp.experts."
-        of_experts = (high * scale).view(num_rows, rank, num_experts).permute(2, 0, 1).contiguous()
-        for expert, own_low in enumerate(low.view(num_experts, rank, -1)):
-            for part, own_high in zip(stack.parts, of_experts[expert].chunk(len(stack.parts)), strict=True):
+        for expert in range(num_experts):
+            for part, own_high in zip(stack.parts, high[expert].chunk(len(stack.parts)), strict=True):
                 own = f"{experts}{expert}.{part.removesuffix('.weight')}"
-                self._put(own, LoraPart(own_low, own_high), name)
+                self._put(own, LoraPart(low[expert], own_high), name)
 
-    def _read(self, own_name: str, *tensors: StoredTensor) -> list[Tensor]:
-        """Read matrices, which become a part of the digest."""
-        found = [_read(each) for each in tensors]
+    def _read(self, own_name: str, *tensors: StoredTensor, num_dims: int = 2) -> list[Tensor]:
+        """Read matrices, or stacks of them, which become a part of the digest."""
+        found = [_read(each, num_dims) for each in tensors]
         for each in found:
             self._digest.update(each.numpy().tobytes())
         self._digest.update(own_name.encode())
@@ -336,12 +349,12 @@ def _name_in_decoder(tensor: StoredTensor, module: str, names: TensorNames) -> s
     return own_name.removesuffix(".weight")
 
 
-def _read(tensor: StoredTensor) -> Tensor:
-    """Return a matrix in float32."""
-    if tensor.dtype not in FLOATS or len(tensor.shape) != 2:
+def _read(tensor: StoredTensor, num_dims: int) -> Tensor:
+    """Return a matrix, or a stack of matrices, in float32."""
+    if tensor.dtype not in FLOATS or len(tensor.shape) != num_dims:
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; it must be a matrix of "
-            "floats"
+            f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; it must be "
+            f"{'a matrix' if num_dims == 2 else 'a stack of matrices'} of floats"
         )
     values = tensor.read().float()
     if not torch.isfinite(values).all():
