@@ -36,8 +36,8 @@ EXPERTS = {
         "target_parameters": ["experts.down_proj", "shared_expert.down_proj.weight"],
         "rank_pattern": {"shared_expert.down_proj.weight": 1},
     },
-    "granitemoehybrid": {
-        "target_modules": ["input_linear"],
+    "granitemoe": {
+        "target_modules": ["v_proj"],
         "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
     },
     "gemma4-experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
