@@ -15,7 +15,8 @@ from paged.checkpoints.gguf.adapter import read_gguf_adapter
 from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
-from paged.model.lora import check_adapter, shapes_of
+from paged.model.layers.linear import Linear
+from paged.model.lora import LoraSlots, check_adapter, shapes_of, slot_bytes
 from tests.support.checkpoints import checkpoint, edit_json
 from tests.support.gguf_adapters import write_adapter
 from tests.support.lora_adapters import TARGETS, adapter, adapter_of, by_expert
@@ -231,3 +232,15 @@ def test_adapters_of_what_is_no_linear_layer_are_refused(model, module, of_queri
     with pytest.raises(PagedError, match=REFUSED[model, module]) as error:
         checked(str(tmp_path), model)
     assert module.rpartition(".")[2] in str(error.value)
+
+
+@pytest.mark.parametrize("targets", [None, ["o_proj", "experts"]])
+def test_slots_take_the_memory_that_is_planned(targets):
+    config = read_config(checkpoint("qwen2_moe"))
+    with torch.device("meta"):
+        decoder = Decoder(config, load_kernels("torch"))
+    slots = LoraSlots(decoder, num_slots=3, max_rank=8, targets=targets, device=torch.device("meta"))
+    layers = [each.lora for each in decoder.modules() if isinstance(each, Linear) and each.lora is not None]
+    assert sum(each.a.nbytes + each.b.nbytes for each in layers) == 3 * slot_bytes(decoder, 8, targets)
+    assert any(".experts." in name for name in slots.shapes) == (targets is not None)
+    assert any(".shared_expert" in name for name in slots.shapes) == (targets is None)
