@@ -160,7 +160,12 @@ def _sort_by_expert(kernels: Kernels, generator: random.Random) -> Call:
         arguments["adapters"] = torch.randint(-1, 3, (len(experts),), dtype=torch.int32)
     expected = reference.sort_by_expert
     return Call(
-        "sort_by_expert", kernels.sort_by_expert, arguments, indices={"experts": 5}, expected=expected
+        "sort_by_expert",
+        kernels.sort_by_expert,
+        arguments,
+        optional={"adapters"},
+        indices={"experts": 5},
+        expected=expected,
     )
 
 
