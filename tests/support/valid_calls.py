@@ -163,7 +163,7 @@ def _sort_by_expert(kernels: Kernels, generator: random.Random) -> Call:
         "sort_by_expert",
         kernels.sort_by_expert,
         arguments,
-        optional={"adapters"},
+        optional=("adapters",),
         indices={"experts": 5},
         expected=expected,
     )
