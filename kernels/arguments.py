@@ -206,6 +206,10 @@ class Rules(KernelCall):
         check_between("num_experts", self["num_experts"], 1, 2**20)
         if self.reads_contents:
             check_indices("experts", experts, "the experts", self["num_experts"])
+        if self.has("adapters"):
+            adapters = self.tensor("adapters", (len(experts),), torch.int32, contiguous=True)
+            if self.reads_contents:
+                check_range("adapters", adapters, -1, 2**31 // self["num_experts"] - 1)
 
     def grouped_linear(self) -> None:
         x = self.rows("x")

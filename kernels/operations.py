@@ -147,7 +147,9 @@ class Kernels(Protocol):
         count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
-    def sort_by_expert(self, experts: Tensor, num_experts: int) -> ExpertRows: ...
+    def sort_by_expert(
+        self, experts: Tensor, num_experts: int, adapters: Tensor | None = None
+    ) -> ExpertRows: ...
 
     def grouped_linear(
         self,

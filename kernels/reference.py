@@ -289,15 +289,27 @@ def route(
     return experts.int(), weights
 
 
-def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_tokens, num_chosen]
-    """Sort the pairs of a token and an expert by expert, and pairs with the same expert by token."""
+def sort_by_expert(
+    experts: Tensor,  # i32[num_tokens, num_chosen]
+    num_experts: int,
+    adapters: Tensor | None = None,  # i32[num_tokens]: the adapter slot of each token; -1: none
+) -> ExpertRows:
+    """Sort the pairs of a token and an expert by expert, and pairs with the same expert by token.
+
+    With `adapters`, each row gets the slot of its adapter's matrices for its expert.
+    """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     bounds = torch.arange(num_experts + 1, dtype=flat.dtype, device=flat.device)
     offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
-    return ExpertRows(order // experts.shape[1], places.view(experts.shape), offsets)
+    sources = order // experts.shape[1]
+    slots = None
+    if adapters is not None:
+        own, chosen = adapters[sources], flat[order]
+        slots = (own * num_experts + chosen).masked_fill((own < 0) | (chosen >= num_experts), -1)
+    return ExpertRows(sources, places.view(experts.shape), offsets, slots)
 
 
 def grouped_linear(

@@ -82,3 +82,4 @@ class ExpertRows(NamedTuple):
     sources: Tensor  # i64[num_tokens * num_chosen]: the token of each row
     places: Tensor  # i64[num_tokens, num_chosen]: the row of each token and chosen expert
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]
+    adapters: Tensor | None = None  # i32[num_rows]: slot * num_experts + expert, or -1 without an adapter

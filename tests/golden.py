@@ -252,7 +252,7 @@ def _routing_cases() -> Iterator[tuple[str, list[Tensor]]]:
             bias = _numbers(36, seed=16) if score == "sigmoid" else None
             experts, weights = kernels.route(logits.clone(), options, bias, _numbers(36, seed=17).abs())
             yield f"route {score} {' '.join(more)}", [experts, weights]
-    yield "sort_by_expert", [*kernels.sort_by_expert(experts, 36)]
+    yield "sort_by_expert", [*kernels.sort_by_expert(experts, 36)[:3]]
 
 
 def _expert_cases(dtype: torch.dtype) -> Iterator[tuple[str, list[Tensor]]]:

@@ -30,4 +30,4 @@ def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:
 
         check_file(path, MAX_ADAPTER_BYTES)
         return read_gguf_adapter(path, model)
-    return read_lora_adapter(Path(resolve(name)), model.tensor_names)
+    return read_lora_adapter(Path(resolve(name)), model)

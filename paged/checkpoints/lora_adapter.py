@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import sqrt
@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..architectures.config import LAYERS, TensorNames
+from ..architectures.config import LAYERS, ExpertStack, ModelConfig, TensorNames
 from ..architectures.hf_config import check_file, read_json
+from ..architectures.spec import ExpertsSpec
 from ..base.errors import CheckpointError, MissingModelError
 from ..base.validation import check_number, shown
 from .safetensors_file import SafetensorsFile
@@ -24,6 +25,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_ADAPTER_BYTES = 16 * 2**30
 _PREFIX = "base_model.model."
+_WRAPPED = ".base_layer"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 # Keys of adapter_config.json that say how an adapter was trained, or what its tensors say themselves.
@@ -35,11 +37,10 @@ NEUTRAL_OF_PEFT = frozenset(
 )  # fmt: skip
 READ = frozenset(
     ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias",
-     "init_lora_weights")
+     "init_lora_weights", "target_parameters")
 )  # fmt: skip
 _WHY = {
     "modules_to_save": "whole weights of the model that were trained",
-    "target_parameters": "adapters of experts and of single parameters",
     "trainable_token_indices": "trained rows of the embedding",
     "alora_invocation_tokens": "adapters that begin at a token",
     "layer_replication": "layers that occur several times",
@@ -79,8 +80,8 @@ class LoraAdapter:
         return sum(each.nbytes for part in self.parts.values() for each in part)
 
 
-def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
-    """Read an adapter. names: those of its model's tensors.
+def read_lora_adapter(directory: Path, model: ModelConfig) -> LoraAdapter:
+    """Read an adapter. model: the config of its model, with the names of transformers' checkpoints.
 
     Raises CheckpointError, which names file and tensor or key, for what is damaged, not finite or not
     supported.
@@ -95,24 +96,63 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
     check_file(path, MAX_ADAPTER_BYTES)
-    reader = AdapterReader(path, names, (directory / CONFIG).read_bytes())
+    reader = AdapterReader(path, model, (directory / CONFIG).read_bytes())
     with SafetensorsFile(path) as file:
         for module, a, b in _pairs(file.tensors):
-            reader.add(module, a, b, config.rank_of(module), config.scale_of(module))
+            found = _stack_at(module, config, model.tensor_names)
+            if found is None:
+                name = config.parameter_of(module)
+                reader.add(module, a, b, config.rank_of(name), config.scale_of(name))
+            else:
+                name, stack = found
+                reader.add_experts(name, stack, a, b, config.rank_of(name), config.scale_of(name))
     return reader.adapter()
+
+
+def _stack_at(module: str, config: _Config, names: TensorNames) -> tuple[str, ExpertStack] | None:
+    """Return the name of the stack of experts whose matrices PEFT has under this name, and the stack.
+
+    PEFT wraps a module once for each of its adapted parameters, the first one innermost: it is under the name
+    with the most `base_layer`.
+    """
+    base = module
+    while base.endswith(_WRAPPED):
+        base = base.removesuffix(_WRAPPED)
+    depth = (len(module) - len(base)) // len(_WRAPPED)
+    own = names.in_decoder(f"{base}.") or ""
+    if not own.startswith(LAYERS):
+        return None
+    layer = f"{LAYERS}{own.removeprefix(LAYERS).partition('.')[0]}."
+    stacks = {
+        f"{base}.{parameter}": stack
+        for stack in names.stacks
+        if stack.rank == 3 and all(part.endswith(".weight") for part in stack.parts)
+        if (parameter := f"{layer}{stack.name}".removeprefix(own)) != f"{layer}{stack.name}"
+    }
+    found = [(name, stack) for name, stack in stacks.items() if config.is_parameter(name)]
+    if depth < len(found):
+        return found[len(found) - 1 - depth]
+    if depth:
+        raise CheckpointError(
+            f"{config.path}: target_parameters {shown([*config.parameters])} name {len(found)} weights of "
+            f"experts in {base}, but there are matrices of {module}"
+        )
+    return None
 
 
 class AdapterReader:
     """Reads the matrices of an adapter, and makes the adapter of them.
 
     path: the file.
-    names: those of the tensors of its model.
+    model: the config of its model, with the names that tensors have in the adapter.
     config: what the adapter's digest begins with: all that its file says beside the matrices.
     """
 
-    def __init__(self, path: Path, names: TensorNames, config: bytes) -> None:
+    def __init__(self, path: Path, model: ModelConfig, config: bytes) -> None:
         self._path = path
-        self._names = names
+        self._names = model.tensor_names
+        parts = [part for layer in model.layers for part in layer.feed_forwards]
+        self._num_experts = max((p.num_experts for p in parts if isinstance(p, ExpertsSpec)), default=0)
         self._parts: dict[str, LoraPart] = {}
         self._digest = sha256(config)
 
@@ -122,15 +162,59 @@ class AdapterReader:
         Raises CheckpointError if they are not of this rank, or of a module that the model does not have.
         """
         own_name = _name_in_decoder(a, module, self._names)
-        low, high = _read(a), _read(b)
+        low, high = self._read(own_name, a, b)
         _check_shapes(a, b, rank)
-        if own_name in self._parts:
-            raise CheckpointError(f"{self._path}: {module} is there twice, under two names")
-        for each in (low, high):
+        high = _with_factors(high * scale, own_name, self._names)
+        self._put(own_name, LoraPart(low, high), module)
+
+    def add_experts(
+        self, name: str, stack: ExpertStack, a: StoredTensor, b: StoredTensor, rank: int, scale: float
+    ) -> None:
+        """Read the matrices of a stack of experts, by its name in a checkpoint of the model.
+
+        a: [num_experts, rank, in_features], or in PEFT's form [num_experts * rank, in_features].
+        b: [num_experts, out_features, rank], or in PEFT's form [out_features, rank * num_experts], rank by
+            rank, each with all experts.
+
+        Raises CheckpointError if they do not have these shapes.
+        """
+        own_name = self._names.in_decoder(name) or name
+        is_flat = len(a.shape) == 2
+        low, high = self._read(own_name, a, b, num_dims=2 if is_flat else 3)
+        num_experts = self._num_experts
+        *_, num_inputs = low.shape
+        num_rows = len(high) if is_flat else high.shape[1]
+        shapes = [num_experts, rank, num_inputs], [num_experts, num_rows, rank]
+        if is_flat:
+            shapes = [num_experts * rank, num_inputs], [num_rows, rank * num_experts]
+        if (a.shape, b.shape) != shapes or num_rows % len(stack.parts):
+            raise CheckpointError(
+                f"{a.path}: {a.name} of shape {a.shape} and {b.name} of shape {b.shape} must have the rank "
+                f"{rank} of the adapter's config for each of the {num_experts} experts of {name}, and rows "
+                f"of {len(stack.parts)} matrices"
+            )
+        if is_flat:
+            low = low.view(num_experts, rank, num_inputs)
+            high = high.view(num_rows, rank, num_experts).permute(2, 0, 1).contiguous()
+        high = high * scale
+        experts = own_name.removesuffix(stack.name) + "mlp.experts."
+        for expert in range(num_experts):
+            for part, own_high in zip(stack.parts, high[expert].chunk(len(stack.parts)), strict=True):
+                own = f"{experts}{expert}.{part.removesuffix('.weight')}"
+                self._put(own, LoraPart(low[expert], own_high), name)
+
+    def _read(self, own_name: str, *tensors: StoredTensor, num_dims: int = 2) -> list[Tensor]:
+        """Read matrices, or stacks of them, which become a part of the digest."""
+        found = [_read(each, num_dims) for each in tensors]
+        for each in found:
             self._digest.update(each.numpy().tobytes())
         self._digest.update(own_name.encode())
-        high = _with_factors(high * scale, own_name, self._names)
-        self._parts[own_name] = LoraPart(low, high)
+        return found
+
+    def _put(self, own_name: str, part: LoraPart, module: str) -> None:
+        if own_name in self._parts:
+            raise CheckpointError(f"{self._path}: {module} is there twice, under two names")
+        self._parts[own_name] = part
 
     def adapter(self) -> LoraAdapter:
         """Return the adapter. Raises CheckpointError if it has no matrix."""
@@ -148,10 +232,20 @@ class _Config(NamedTuple):
     ranks: Mapping[str, int]  # by a pattern that the end of a module's name matches
     alphas: Mapping[str, float]
     by_root: bool
+    parameters: Sequence[str]  # the endings of the names of adapted parameters that are no linear layers
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
         return self.ranks.get(_matching(self.ranks, module, self.path), self.rank)
+
+    def is_parameter(self, name: str) -> bool:
+        """Return whether a parameter is adapted by its name."""
+        return any(f".{name}".endswith(f".{each}") for each in self.parameters)
+
+    def parameter_of(self, module: str) -> str:
+        """Return the name that patterns match: that of its weight, if it was given by this name."""
+        weight = f"{module}.weight"
+        return weight if self.is_parameter(weight) else module
 
     def scale_of(self, module: str) -> float:
         """Return the factor of what is added to a module's outputs."""
@@ -208,6 +302,9 @@ def _read_config(directory: Path) -> _Config:
         if not isinstance(found, dict):
             raise CheckpointError(f"{path}: {key} must be an object of patterns, got {shown(found)}")
         patterns.append({name: check(f"{key} {name!r}", value) for name, value in found.items()})
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+        raise CheckpointError(f"{path}: target_parameters must be a list of names, got {shown(parameters)}")
     by_root = config.get("use_rslora", False)
     if not isinstance(by_root, bool | None):
         raise CheckpointError(f"{path}: use_rslora must be true or false, got {shown(by_root)}")
@@ -218,6 +315,7 @@ def _read_config(directory: Path) -> _Config:
         {name: int(value) for name, value in patterns[0].items()},
         patterns[1],
         bool(by_root),
+        parameters,
     )
 
 
@@ -251,12 +349,12 @@ def _name_in_decoder(tensor: StoredTensor, module: str, names: TensorNames) -> s
     return own_name.removesuffix(".weight")
 
 
-def _read(tensor: StoredTensor) -> Tensor:
-    """Return a matrix in float32."""
-    if tensor.dtype not in FLOATS or len(tensor.shape) != 2:
+def _read(tensor: StoredTensor, num_dims: int) -> Tensor:
+    """Return a matrix, or a stack of matrices, in float32."""
+    if tensor.dtype not in FLOATS or len(tensor.shape) != num_dims:
         raise CheckpointError(
-            f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; it must be a matrix of "
-            "floats"
+            f"{tensor.path}: {tensor.name} is {tensor.dtype} of shape {tensor.shape}; it must be "
+            f"{'a matrix' if num_dims == 2 else 'a stack of matrices'} of floats"
         )
     values = tensor.read().float()
     if not torch.isfinite(values).all():

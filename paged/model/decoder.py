@@ -114,7 +114,7 @@ class DecoderLayer(Loadable):
         hidden = add_and_norm(self._normed(hidden, residual, self.after_attention), residual, self.before_mlp)
         out = self._feed_forward(hidden, rows)
         if self.beside is not None:
-            out = self.beside(out, residual, rows.real_count)
+            out = self.beside(out, residual, rows.real_count, rows.adapters)
         left = self._normed(out, residual, self.after_mlp)
         if self.input is not None:
             assert left is None, "a sublayer follows one whose output is not normalised"
@@ -130,12 +130,8 @@ class DecoderLayer(Loadable):
 
     def _feed_forward(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         assert self.mlp is not None, "the layer has a feed-forward part"
-        if isinstance(self.mlp, ManyExperts):
-            out: Tensor = (
-                self.mlp(hidden) if rows.real_count is None else self.mlp(hidden, count=rows.real_count)
-            )
-        else:
-            out = self.mlp(hidden, rows.adapters)
+        more = {"count": rows.real_count} if isinstance(self.mlp, ManyExperts) else {}
+        out: Tensor = self.mlp(hidden, adapters=rows.adapters, **more)
         return out
 
     def _normed(self, hidden: Tensor, residual: Tensor, norm: RMSNorm | None) -> Tensor | None:

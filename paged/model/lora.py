@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,15 @@ from ..base.errors import CheckpointError, ConfigError
 from ..checkpoints.lora_adapter import LoraAdapter, LoraPart
 from ..checkpoints.stored import StoredRows
 from ..kernels.operations import Kernels
-from .decoder import Decoder
+from .decoder import Decoder, DecoderLayer
 from .layers.attention import Attention
 from .layers.linear import Linear
-from .layers.mlp import MLP, PlainMLP
+from .layers.mlp import MLP, ManyExperts, PlainMLP
+
+if TYPE_CHECKING:
+    from .layers.experts import Experts
+
+EXPERTS = "experts"  # what lora_target_modules calls the layers of experts
 
 
 class _Place(NamedTuple):
@@ -32,56 +37,88 @@ class _Place(NamedTuple):
     rows: Tensor
 
 
+class _Target(NamedTuple):
+    """A linear layer that has slots, or the same layer of all experts, which are alike.
+
+    places: where the adapted matrices are in the output, by their number among the parts of the layer.
+    """
+
+    linears: Sequence[Linear]
+    places: Mapping[int, list[_Place]]
+
+    def names(self, part: int) -> list[str]:
+        """Return the name of a part, that of each expert."""
+        return [[*linear.stored.parts][part] for linear in self.linears]
+
+
 class LoraLayer:
-    """The adapter slots of one linear layer: the matrices A and B of each slot.
+    """The adapter slots of one linear layer: the matrices A and B of each slot; of experts, of each expert.
 
     The memory never moves, because recorded steps hold its address.
     """
 
     def __init__(
         self,
-        linear: Linear,
-        places: Mapping[str, list[_Place]],
+        target: _Target,
         num_slots: int,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
+        linear = target.linears[0]
         num_parts = len(linear.stored.parts)
-        self.places = places
+        self.places = target.places
+        self._names = {part: target.names(part) for part in target.places}
+        self._num_experts = len(target.linears)  # 1 if it is no layer of experts
+        num_slots *= self._num_experts
         self.a = torch.zeros(num_slots, num_parts, max_rank, linear.in_features, dtype=dtype, device=device)
         self.b = torch.zeros(num_slots, max_rank, linear.stored.num_rows, dtype=dtype, device=device)
         self.ranks = torch.zeros(num_slots, num_parts, dtype=torch.int32, device=device)
         ranges = sorted(
             (place.columns.start, place.columns.stop, place.part)
-            for each in places.values()
+            for each in target.places.values()
             for place in each
         )
         self.columns = torch.tensor(ranges, dtype=torch.int32, device=device).view(-1, 3)
         self._kernels = kernels
 
     def add(self, x: Tensor, out: Tensor, slots: Tensor) -> None:
-        """Add the product of x and the adapters in these slots, i32[num_tokens], to the output."""
+        """Add the product of x and the adapters in these slots, i32[num_tokens], to the output.
+
+        Of experts, slots are those of `sort_by_expert`.
+        """
         self._kernels.add_lora(x, out, self.a, self.b, self.ranks, self.columns, slots)
 
     def set(self, slot: int, adapter: Mapping[str, LoraPart]) -> None:
         """Write an adapter into a slot. It replaces the adapter that was there."""
-        for name, places in self.places.items():
-            part = adapter.get(name)
-            self.ranks[slot, places[0].part] = 0 if part is None else len(part.a)
-            if part is None:
-                continue
-            rank = len(part.a)
-            self.a[slot, places[0].part, :rank] = part.a.to(self.a.dtype)
-            for place in places:
-                self.b[slot, :rank, place.columns] = part.b[place.rows].T.to(self.b.dtype)
+        own = slice(slot * self._num_experts, (slot + 1) * self._num_experts)
+        ranks = torch.zeros(self._num_experts, self.ranks.shape[1], dtype=torch.int32)
+        a, b = self.a[own], self.b[own]
+        if not a.is_cpu:  # one copy of all experts
+            a, b = (torch.zeros_like(each, device="cpu") for each in (a, b))
+        for number, names in self._names.items():
+            for expert, name in enumerate(names):
+                part = adapter.get(name)
+                ranks[expert, number] = 0 if part is None else len(part.a)
+                if part is None:
+                    continue
+                rank = len(part.a)
+                a[expert, number, :rank] = part.a.to(a.dtype)
+                for place in self.places[number]:
+                    b[expert, :rank, place.columns] = part.b[place.rows].T.to(b.dtype)
+        most = int(ranks.max())
+        if not self.a.is_cpu and most:
+            self.a[own, :, :most] = a[:, :, :most].to(self.a.device)
+            self.b[own, :most] = b[:, :most].to(self.b.device)
+        self.ranks[own] = ranks.to(self.ranks.device)
 
 
 class LoraSlots:
     """The adapter slots of a model.
 
-    targets: suffixes of the names of the matrices to adapt, such as "q_proj"; None adapts all.
+    targets: suffixes of the names of the matrices to adapt, such as "q_proj", and "experts" for those of
+        experts; None adapts all but those of experts.
     whole: the model that `model` is a part of, which may be on the meta device; None if `model` is whole.
     shapes: the shape [rows, columns] of each matrix of the whole model that can be adapted, by its name in
         the decoder.
@@ -105,9 +142,9 @@ class LoraSlots:
         self.max_rank = max_rank
         self._names = model.config.tensor_names
         self._layers: list[LoraLayer] = []
-        for linear, places in targets_of(model, targets):
-            layer = LoraLayer(linear, places, num_slots, max_rank, model.dtype, device, model.kernels)
-            linear.lora = layer
+        for target in _targets_of(model, targets):
+            layer = LoraLayer(target, num_slots, max_rank, model.dtype, device, model.kernels)
+            target.linears[0].lora = layer
             self._layers.append(layer)
 
     def check(self, adapter: LoraAdapter) -> None:
@@ -134,9 +171,8 @@ def check_adapter(
         stored = names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
         if shape is None:
             raise CheckpointError(
-                f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: the model "
-                "has no such linear layer, it belongs to experts, embedding or head, or lora_target_modules "
-                "leaves it out"
+                f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: "
+                f"{_why_no_slots(name, shapes)}"
             )
         rank = len(part.a)
         if rank > max_rank:
@@ -151,12 +187,27 @@ def check_adapter(
             )
 
 
-def targets_of(
-    model: Decoder, targets: Collection[str] | None
-) -> Iterator[tuple[Linear, dict[str, list[_Place]]]]:
-    """Yield each linear layer that has slots, and the rows of its output that each adapted matrix computes.
+def _why_no_slots(name: str, shapes: Collection[str]) -> str:
+    """Say why a matrix has no slots, and which option gives it some."""
+    if f".{EXPERTS}." not in name:
+        return (
+            "the model has no such linear layer, it is a router, the embedding or the head, or "
+            "lora_target_modules leaves it out"
+        )
+    if any(f".{EXPERTS}." in each for each in shapes):
+        return "the model has no such expert, or no such layer of experts"
+    others = dict.fromkeys(each.rpartition(".")[2] for each in shapes)
+    return (
+        f"experts have slots only where lora_target_modules names {EXPERTS!r}, as in {[*others, EXPERTS]}, "
+        "since these take memory for every expert"
+    )
 
-    targets: suffixes of the names of these matrices; None takes all.
+
+def _targets_of(model: Decoder, targets: Collection[str] | None) -> Iterator[_Target]:
+    """Yield the layers that have slots.
+
+    targets: suffixes of the names of the matrices to adapt, "experts" for all of experts; None takes all but
+        those of experts.
     """
     names = model.config.tensor_names
 
@@ -165,32 +216,39 @@ def targets_of(
         return targets is None or name.rpartition(".")[2] in targets or stored in targets
 
     for linear in adaptable(model):
-        places = {name: own for name, own in _places(linear.stored).items() if is_target(name)}
-        if places:
-            yield linear, places
+        places = _places(linear.stored)
+        own = {part: places[part] for part, name in enumerate(linear.stored.parts) if is_target(name)}
+        if own:
+            yield _Target([linear], own)
+    if EXPERTS in (targets or ()):
+        for linears in _of_experts(model):
+            yield _Target(linears, _places(linears[0].stored))
 
 
 def shapes_of(model: Decoder, targets: Collection[str] | None) -> dict[str, tuple[int, int]]:
     """Return the rows and columns of each matrix that may be adapted, by its name in the decoder."""
     return {
         name: (linear.stored.parts[name], linear.in_features)
-        for linear, places in targets_of(model, targets)
-        for name in places
+        for target in _targets_of(model, targets)
+        for part in target.places
+        for linear, name in zip(target.linears, target.names(part), strict=True)
     }
 
 
 def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -> int:
     """Return the size of one slot in all layers of a model, in bytes. The model may be on the meta device."""
     numbers = 0
-    for linear, _ in targets_of(model, targets):
-        numbers += len(linear.stored.parts) * linear.in_features + linear.stored.num_rows
+    for linears, _ in _targets_of(model, targets):
+        stored = linears[0].stored
+        numbers += len(linears) * (len(stored.parts) * linears[0].in_features + stored.num_rows)
     return numbers * max_rank * model.dtype.itemsize
 
 
 def adaptable(model: Decoder) -> Iterator[Linear]:
     """Yield the linear layers that adapters can change.
 
-    These belong to attention, layers with states, MLPs and per-layer embeddings.
+    These belong to attention, layers with states, MLPs, also those beside experts, and per-layer embeddings.
+    Those of experts are apart, see `_of_experts`.
     """
     if model.inputs is not None:
         yield model.inputs.per_layer_model_projection
@@ -200,29 +258,50 @@ def adaptable(model: Decoder) -> Iterator[Linear]:
         for mixer in (layer.mixer, layer.state_heads):
             if mixer is not None:
                 yield from (mixer.qkv if isinstance(mixer, Attention) else mixer.inputs, mixer.output)
-        if isinstance(layer.mlp, MLP):
-            yield from (layer.mlp.gate_up, layer.mlp.down)
-        elif isinstance(layer.mlp, PlainMLP):
-            yield from (layer.mlp.up, layer.mlp.down)
+        mlps: list[object] = [layer.mlp]
+        for experts in _experts_in(layer):
+            mlps.append(experts.shared)
+            yield from (each for each in (experts.into_latent, experts.out_of_latent) if each is not None)
+        for mlp in mlps:
+            if isinstance(mlp, MLP):
+                yield from (mlp.gate_up, mlp.down)
+            elif isinstance(mlp, PlainMLP):
+                yield from (mlp.up, mlp.down)
 
 
-def leave_gates_apart(model: Decoder) -> None:
-    """Make gated layers return gates and ups separately, because adapters change both."""
-    for linear in adaptable(model):
+def _experts_in(layer: DecoderLayer) -> list[Experts]:
+    """Return the mixtures of experts of a layer."""
+    found = [layer.mlp, None if layer.beside is None else layer.beside.experts]
+    return [each for each in found if isinstance(each, ManyExperts)]
+
+
+def _of_experts(model: Decoder) -> Iterator[Sequence[Linear]]:
+    """Yield each linear layer of experts: those of all experts of a mixture."""
+    for layer in model.layers:
+        for experts in _experts_in(layer):
+            yield from (experts.gate_up, experts.down)
+
+
+def leave_gates_apart(model: Decoder, targets: Collection[str] | None) -> None:
+    """Make gated layers return gates and ups separately, because adapters change both.
+
+    targets: see `LoraSlots`. Experts without slots stay as they are.
+    """
+    of_experts = [*chain.from_iterable(_of_experts(model))] if EXPERTS in (targets or ()) else []
+    for linear in (*adaptable(model), *of_experts):
         if linear.role == "gated":
             linear.role = "layer"
 
 
-def _places(stored: StoredRows) -> dict[str, list[_Place]]:
-    """Return where the matrices that make up a layer are in its output, by name."""
+def _places(stored: StoredRows) -> dict[int, list[_Place]]:
+    """Return where the matrices that make up a layer are in its output, by their number."""
     index = torch.arange(stored.num_rows) if stored.index is None else stored.index.cpu()
     starts = torch.tensor([0, *accumulate(stored.parts.values())])
     parts = torch.searchsorted(starts, index, right=True) - 1
     changes = (parts.diff().nonzero().flatten() + 1).tolist()
-    names = [*stored.parts]
-    places: dict[str, list[_Place]] = {}
+    places: dict[int, list[_Place]] = {}
     for first, end in pairwise([0, *changes, len(index)]):
         part = int(parts[first])
         place = _Place(part, slice(first, end), index[first:end] - starts[part])
-        places.setdefault(names[part], []).append(place)
+        places.setdefault(part, []).append(place)
     return places

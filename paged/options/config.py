@@ -139,8 +139,8 @@ class EngineConfig:
     max_loras: maximum number of adapters in a step. Memory for each is taken at the start.
     max_lora_rank: the largest rank of an adapter.
     max_cpu_loras: how many adapters stay in host memory, at least max_loras; None takes max_loras.
-    lora_target_modules: the endings of the names of layers that adapters may change, such as "q_proj"; None
-        takes all linear layers except experts, embedding and head.
+    lora_target_modules: the endings of the names of layers that adapters may change, as "q_proj", "experts"
+        for those of experts; None takes all linear layers except experts, embedding and head.
     seed: derives the seeds of requests that give none.
     skip_tokenizer_init: load no tokenizer: prompts must be token ids, and outputs have no text.
     language_model_only: load only the text part of a model that sees images.

@@ -109,6 +109,8 @@ def measure_peak_bytes(sizes: Sizes, device: torch.device, run_step: RunStep) ->
         )
         scheduler.add(Request(inputs))
     schedule = scheduler.schedule()
+    if sizes.config.enable_lora:  # slots that are empty: what adapters need beside their matrices counts
+        schedule.adapters = [0] * len(schedule.requests), []
     torch.cuda.reset_peak_memory_stats(device)
     kv_cache = new_kv_cache(sizes, device, num_blocks)
     try:

@@ -252,7 +252,8 @@ def _facts(sizes: Sizes, directory: Path, loader: Loader) -> dict[str, Any]:
     tensors = sorted((name, str(each.dtype), each.shape) for name, each in loader.sources.items())
     part = sizes.part
     # With adapters, gates and ups are not packed for a product that multiplies them.
-    apart = {"gates": "apart"} if sizes.config.enable_lora else {}
+    of_experts = "experts" in (sizes.config.lora_target_modules or ())
+    apart = {"gates": "apart, of experts too" if of_experts else "apart"} if sizes.config.enable_lora else {}
     return apart | {
         "config": _digest_of(config),
         "tensors": _digest_of(tensors),

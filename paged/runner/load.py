@@ -311,7 +311,7 @@ def open_model(
         if config.enable_lora:
             from ..model.lora import leave_gates_apart
 
-            leave_gates_apart(model)
+            leave_gates_apart(model, config.lora_target_modules)
         if config.quantization == "int4":
             from .quantised import require_whole_groups
 

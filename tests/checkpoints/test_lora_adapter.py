@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from paged.architectures.hf_config import read_config
 from paged.base.errors import PagedError
@@ -14,10 +15,11 @@ from paged.checkpoints.gguf.adapter import read_gguf_adapter
 from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
-from paged.model.lora import check_adapter, shapes_of
+from paged.model.layers.linear import Linear
+from paged.model.lora import LoraSlots, check_adapter, shapes_of, slot_bytes
 from tests.support.checkpoints import checkpoint, edit_json
 from tests.support.gguf_adapters import write_adapter
-from tests.support.lora_adapters import TARGETS, adapter, adapter_of
+from tests.support.lora_adapters import TARGETS, adapter, adapter_of, by_expert
 
 # Values that are not the default, of keys that say how an adapter was trained.
 OTHERS = {
@@ -92,6 +94,59 @@ def test_gguf_adapters_are_those_of_peft(model, folder, tmp_path):
         torch.testing.assert_close(unscaled.parts[name].b * 6 / len(part.a), part.b)
 
 
+STACKED = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"]}
+STACKED["target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.fixture(scope="module")
+def stacked(folder):
+    return adapter_of("qwen3_moe", folder / "stacked", STACKED)
+
+
+def test_experts_are_the_same_in_stacks_and_alone_and_in_gguf_files(stacked, tmp_path):
+    sizes = read_config(checkpoint("qwen3_moe"))
+    expected = read_adapter(str(stacked), sizes).parts
+    apart = by_expert(stacked, "qwen3_moe", tmp_path / "apart")
+    file = write_adapter(tmp_path / "adapter.gguf", "qwen3_moe", apart, 6.0)
+    for path in (apart, file):
+        found = read_adapter(str(path), sizes).parts
+        assert found.keys() == expected.keys()
+        for name, part in expected.items():
+            torch.testing.assert_close(found[name], part, rtol=1e-6, atol=0)
+
+
+# Tensors and keys of an adapter of experts that are wrong.
+WRONG_STACKS = {
+    "half": (
+        lambda name, x: x[:-1] if "experts.lora_A" in name else x,
+        {},
+        "rank 3 .* each of the 8 experts",
+    ),
+    "rows": (lambda name, x: x[:-1] if "layer.lora_B" in name else x, {}, "rows of 2 matrices"),
+    "few": (lambda name, x: x[:, :-3] if "experts.lora_B" in name else x, {}, "must have the rank 3"),
+    "rank": (lambda _, x: x, {"rank_pattern": {"down_proj": 6}}, "rank 6 .*experts.down_proj"),
+    "targets": (
+        lambda _, x: x,
+        {"target_parameters": ["down_proj"]},
+        "name 1 weights of experts in",
+    ),
+    "names": (lambda _, x: x, {"target_parameters": [1]}, "target_parameters must be a list of names"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STACKS)
+def test_wrong_stacks_are_named(name, stacked, tmp_path):
+    change, keys, message = WRONG_STACKS[name]
+    tensors = load_file(stacked / "adapter_model.safetensors")
+    changed = {key: change(key, x).contiguous() for key, x in tensors.items()}
+    save_file(changed, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes((stacked / "adapter_config.json").read_bytes())
+    edit_json(tmp_path / "adapter_config.json", **keys)
+    with pytest.raises(PagedError, match=message) as error:
+        read_adapter(str(tmp_path), read_config(checkpoint("qwen3_moe")))
+    assert str(tmp_path) in str(error.value)
+
+
 def renamed(old, new):
     return lambda tensors: {name.replace(old, new): x for name, x in tensors.items()}
 
@@ -154,8 +209,12 @@ REFUSED = {
     ("qwen3_5", "model.layers.0.linear_attn.dt_bias"): "no slots",
     ("qwen3_5", "model.embed_tokens"): "no slots",
     ("qwen3_5", "lm_head"): "no slots",
-    ("qwen3_moe", "model.layers.0.mlp.experts.0.gate_proj"): "it belongs to experts",
-    ("qwen3_moe", "model.layers.0.mlp.gate"): "it belongs to experts",
+    ("qwen3_moe", "model.layers.0.mlp.experts.0.gate_proj"): "experts have slots only where",
+    (
+        "qwen3_moe",
+        "model.layers.0.mlp.experts.base_layer",
+    ): r"\[\] name 0 weights of experts",
+    ("qwen3_moe", "model.layers.0.mlp.gate"): "it is a router",
     ("gemma3-vision", "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"): "not loaded",
     ("gemma3-vision", "model.multi_modal_projector.linear"): "not loaded|does not have",
     ("llama", "transformer.h.0.attn.c_attn"): "no slots",
@@ -164,8 +223,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("model", "module"), REFUSED)
 def test_adapters_of_what_is_no_linear_layer_are_refused(model, module, of_queries, tmp_path):
-    from safetensors.torch import save_file
-
     names = [f"base_model.model.{module}.lora_{kind}.weight" for kind in "AB"]
     save_file(
         dict(zip(names, (torch.ones(3, 48), torch.ones(64, 3)), strict=True)),
@@ -175,3 +232,15 @@ def test_adapters_of_what_is_no_linear_layer_are_refused(model, module, of_queri
     with pytest.raises(PagedError, match=REFUSED[model, module]) as error:
         checked(str(tmp_path), model)
     assert module.rpartition(".")[2] in str(error.value)
+
+
+@pytest.mark.parametrize("targets", [None, ["o_proj", "experts"]])
+def test_slots_take_the_memory_that_is_planned(targets):
+    config = read_config(checkpoint("qwen2_moe"))
+    with torch.device("meta"):
+        decoder = Decoder(config, load_kernels("torch"))
+    slots = LoraSlots(decoder, num_slots=3, max_rank=8, targets=targets, device=torch.device("meta"))
+    layers = [each.lora for each in decoder.modules() if isinstance(each, Linear) and each.lora is not None]
+    assert sum(each.a.nbytes + each.b.nbytes for each in layers) == 3 * slot_bytes(decoder, 8, targets)
+    assert any(".experts." in name for name in slots.shapes) == (targets is not None)
+    assert any(".shared_expert" in name for name in slots.shapes) == (targets is None)

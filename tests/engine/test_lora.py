@@ -14,7 +14,17 @@ from paged import AsyncLLMEngine, ConfigError, LoRARequest, RequestError, Sampli
 from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
 from tests.support.gguf_adapters import write_adapter
 from tests.support.gguf_models import write_model
-from tests.support.lora_adapters import adapter, adapter_of, by_peft, drawn_config, request
+from tests.support.lora_adapters import (
+    EXPERTS,
+    WITH_EXPERTS,
+    adapter,
+    adapter_of,
+    adapter_of_experts,
+    by_expert,
+    by_peft,
+    drawn_config,
+    request,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 FAMILIES = (
@@ -51,11 +61,49 @@ def test_tokens_are_those_of_peft(model, folder):
     assert run(engine, prompts, requests) == expected
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("qwen3", "bfloat16"), ("qwen3_5", "float32")])
+@pytest.mark.parametrize("model", EXPERTS)
+def test_tokens_of_adapted_experts_are_those_of_peft(model, folder):
+    """Also of what is beside them, and of a stack alone."""
+    paths = [adapter_of_experts(folder, model, seed) for seed in (0, 1)]
+    options = {"max_lora_rank": 8, "lora_target_modules": WITH_EXPERTS}
+    engine = new_engine(checkpoint(model), enable_lora=True, max_loras=2, **options)
+    prompts = ragged_prompts([5, 9])
+    requests = [request(path, i + 1) for i, path in enumerate(paths)]
+    expected = [by_peft(model, path, prompt, 6) for path, prompt in zip(paths, prompts, strict=True)]
+    assert run(engine, prompts, requests, replace(GREEDY, max_tokens=6)) == expected
+
+
+def test_matrices_of_each_expert_are_those_of_a_stack(folder, tmp_path):
+    """As adapters have them that were trained with transformers 4. PEFT converts them."""
+    config = {"r": 3, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+    stacked = adapter_of("mixtral", folder / "mixtral", config, scale=0.2)
+    path = by_expert(stacked, "mixtral", tmp_path / "by expert")
+    options = {"enable_lora": True, "max_loras": 2, "lora_target_modules": ["q_proj", "experts"]}
+    engine = new_engine(checkpoint("mixtral"), **options)
+    prompts = ragged_prompts([9, 4])
+    expected = [by_peft("mixtral", path, prompt, 10) for prompt in prompts]
+    assert run(engine, prompts, [request(path, 1), request(stacked, 2)]) == expected
+
+
+def test_experts_without_slots_are_refused_with_the_option_that_gives_them(folder):
+    path = adapter_of_experts(folder, "qwen3_moe", 0)
+    engine = new_engine(checkpoint("qwen3_moe"), enable_lora=True, lora_target_modules=["q_proj", "o_proj"])
+    message = (
+        r"model\.layers\.\d\.mlp\.experts\.0\.\w+ is adapted, but .*: experts have slots only where "
+        r"lora_target_modules names 'experts', as in \['q_proj', 'o_proj', 'experts'\]"
+    )
+    with pytest.raises(RequestError, match=message):
+        run(engine, [[1, 2]], request(path, 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("qwen3", "bfloat16"), ("qwen3_5", "float32"), ("qwen3_moe", "bfloat16")]
+)
 def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
     """Chunked, preempted both ways, over a prefix cache, with more adapters than slots, drafted, sampled."""
     generator = random.Random(dtype)
-    paths = [adapter(folder, model, seed) for seed in range(4)]
+    write_one = adapter_of_experts if model in EXPERTS else adapter
+    paths = [write_one(folder, model, seed) for seed in range(4)]
     common = ragged_prompts([40], seed=7)[0]
     prompts = [
         (common[: generator.choice([0, 16, 40])] + own)[: generator.randint(2, 60)] or own
@@ -71,6 +119,7 @@ def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
         for i in range(len(prompts))
     ]
     options = {"enable_lora": True, "max_lora_rank": 8, "dtype": dtype}
+    options["lora_target_modules"] = WITH_EXPERTS if model in EXPERTS else None
     alone = new_engine(checkpoint(model), **options, enable_prefix_caching=False, max_num_seqs=1)
 
     def results(engine, **given):

@@ -217,11 +217,21 @@ def test_experts_that_are_not_packed_alike_are_refused():
 @pytest.mark.parametrize("num_experts", [1, 7, 300], ids="num_experts={}".format)
 def test_sorting_is_stable(name, num_experts):
     experts = torch.stack([torch.randperm(num_experts)[:4].sort().values for _ in range(50)]).int()
-    rows = load_kernels(name).sort_by_expert(experts.to(DEVICE), num_experts)
-    for ours, expected in zip(rows, reference.sort_by_expert(experts, num_experts), strict=True):
+    adapters = torch.randint(-1, 3, (50,), dtype=torch.int32)
+    sort = load_kernels(name).sort_by_expert
+    assert sort(experts.to(DEVICE), num_experts).adapters is None
+    rows = sort(experts.to(DEVICE), num_experts, adapters.to(DEVICE))
+    for ours, expected in zip(rows, reference.sort_by_expert(experts, num_experts, adapters), strict=True):
         assert torch.equal(ours.cpu(), expected)
     flat = experts.flatten()
-    assert torch.equal(flat[rows.places.cpu().flatten().argsort()], flat.sort(stable=True).values)
+    order = rows.places.cpu().flatten().argsort()
+    assert torch.equal(flat[order], flat.sort(stable=True).values)
+    slots = [
+        adapter * num_experts + expert if adapter >= 0 else -1
+        for adapter, chosen in zip(adapters.tolist(), experts.tolist(), strict=True)
+        for expert in chosen
+    ]
+    assert rows.adapters.tolist() == [slots[pair] for pair in order]
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file
@@ -15,6 +16,22 @@ from tests.support.checkpoints import checkpoint
 from tests.support.gguf_models import converted, metadata_of, name_of
 
 Tensors = dict[str, Tensor]
+
+
+def _with_stacks(tensors: Tensors) -> Tensors:
+    """Stack the matrices of experts, by the name of one without its number."""
+    of_experts: dict[str, dict[int, Tensor]] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        start, is_expert, rest = name.partition(".experts.")
+        if not is_expert:
+            found[name] = tensor
+            continue
+        number, _, part = rest.partition(".")
+        of_experts.setdefault(f"{start}.experts.{part}", {})[int(number)] = tensor
+    for name, each in of_experts.items():
+        found[name] = torch.stack([each[number] for number in range(len(each))])
+    return found
 
 
 def write_adapter(
@@ -30,7 +47,7 @@ def write_adapter(
     config = transformers.AutoConfig.from_pretrained(checkpoint(model))
     metadata = metadata_of(config)
     tensors = {}
-    for name, tensor in load_file(peft / "adapter_model.safetensors").items():
+    for name, tensor in _with_stacks(load_file(peft / "adapter_model.safetensors")).items():
         module, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
         own = name_of(f"{module}.weight", metadata)
         # The rows of the weight are those of B; where its columns have another order, A has them.

@@ -460,6 +460,7 @@ def launch_routing(kernels: Kernels, dtype: torch.dtype, num_tokens: int = 5) ->
     experts, weights = kernels.route(torch.empty(num_tokens, 128), softmax)
     count = torch.ones(1, dtype=torch.int32)  # of a padded step
     kernels.route(torch.empty(num_tokens, 128), softmax, count=count)
+    kernels.sort_by_expert(experts, 128, torch.zeros(num_tokens, dtype=torch.int32))
     rows = kernels.sort_by_expert(experts, 128)
     x = torch.empty(len(rows.sources), 2048, dtype=dtype)
     kernels.sum_experts(x, rows.places, weights)

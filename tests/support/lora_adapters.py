@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from paged import LoRARequest
 from paged.checkpoints.model_directory import resolve
@@ -20,6 +22,32 @@ from tests.support.checkpoints import HYBRIDS, checkpoint
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+# Of experts and what is beside them, as transformers 5 and PEFT name them.
+EXPERTS = {
+    "qwen3_moe": {
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
+        "rank_pattern": {"experts.down_proj": 2},
+        "alpha_pattern": {r"layers\.1\..*gate_up_proj": 3},
+    },
+    "gpt_oss": {"target_modules": ["v_proj"], "target_parameters": ["gate_up_proj"], "use_rslora": True},
+    "qwen2_moe": {
+        "target_modules": r".*shared_expert\.(gate|up)_proj",
+        "target_parameters": ["experts.down_proj", "shared_expert.down_proj.weight"],
+        "rank_pattern": {"shared_expert.down_proj.weight": 1},
+    },
+    "granitemoe": {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+    },
+    "gemma4-experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+    "nemotron_h_moe": {
+        "target_modules": ["shared_experts.up_proj"],
+        "target_parameters": ["experts.up_proj", "experts.down_proj"],
+    },
+}
+# The names that lora_target_modules needs for them.
+WITH_EXPERTS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 _DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # Of families that name their layers otherwise.
 TARGETS = {
@@ -93,6 +121,42 @@ def adapter_of(
             parameter.data = torch.randn(parameter.shape, generator=generator) * scale
     with _quietly():
         made.save_pretrained(target)
+    return target
+
+
+def adapter_of_experts(directory: Path, model: str, seed: int) -> Path:
+    """Write an adapter of a tiny mixture of experts. Return its folder."""
+    config = {"r": 3 + seed, "lora_alpha": 6, **EXPERTS[model]}
+    return adapter_of(model, directory / f"{model}-experts-{seed}", config, seed, 0.2)
+
+
+def by_expert(path: Path, model: str, target: Path) -> Path:
+    """Write an adapter of stacked experts as transformers 4 had them: matrices of each expert."""
+    config = json.loads((path / "adapter_config.json").read_text())
+    names = ("w1", "w3", "w2") if model == "mixtral" else MLP
+    found = {}
+    for name, tensor in load_file(path / "adapter_model.safetensors").items():
+        start, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            found[name] = tensor
+            continue
+        start = start.replace(".mlp", ".block_sparse_moe") if model == "mixtral" else start
+        rank = config["r"]
+        parts = names[:2] if kind.startswith("base_layer.") else names[2:]
+        kind = kind.removeprefix("base_layer.")
+        if kind.startswith("lora_A"):
+            each = [[own] * len(parts) for own in tensor.split(rank)]
+        else:
+            pairs = tensor.view(len(tensor), rank, -1)
+            each = [pairs[:, :, expert].chunk(len(parts)) for expert in range(pairs.shape[2])]
+        for expert, matrices in enumerate(each):
+            for part, matrix in zip(parts, matrices, strict=True):
+                found[f"{start}.experts.{expert}.{part}.{kind}"] = matrix.contiguous().clone()
+    target.mkdir()
+    save_file(found, target / "adapter_model.safetensors")
+    modules = [*config["target_modules"], *names]
+    own = {"target_parameters": None, "target_modules": modules}
+    (target / "adapter_config.json").write_text(json.dumps({**config, **own}))
     return target
 
 

@@ -156,9 +156,16 @@ def _expert_rows(generator: random.Random, num_experts: int) -> tuple[Tensor, Ex
 def _sort_by_expert(kernels: Kernels, generator: random.Random) -> Call:
     experts, _ = _expert_rows(generator, 5)
     arguments = {"experts": experts, "num_experts": 5}
+    if generator.random() < 0.5:
+        arguments["adapters"] = torch.randint(-1, 3, (len(experts),), dtype=torch.int32)
     expected = reference.sort_by_expert
     return Call(
-        "sort_by_expert", kernels.sort_by_expert, arguments, indices={"experts": 5}, expected=expected
+        "sort_by_expert",
+        kernels.sort_by_expert,
+        arguments,
+        optional=("adapters",),
+        indices={"experts": 5},
+        expected=expected,
     )
 
 

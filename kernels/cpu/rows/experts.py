@@ -70,7 +70,7 @@ def route(
 # One unit: even of the longest prompt it takes a fraction of a millisecond.
 SORT_BY_EXPERT = Task(
     "rows.sort_by_expert.sort_by_expert",
-    ("experts", "sources", "places", "offsets"),
+    ("experts", "adapters", "sources", "places", "offsets", "slots"),
     ("num_pairs", "num_chosen", "num_experts"),
 )
 
@@ -79,26 +79,33 @@ sort_by_expert_by_torch = in_torch("sort_by_expert")
 
 
 @checked
-def sort_by_expert(experts: Tensor, num_experts: int) -> ExpertRows:  # i32[num_tokens, num_chosen]
+def sort_by_expert(
+    experts: Tensor,  # i32[num_tokens, num_chosen]
+    num_experts: int,
+    adapters: Tensor | None = None,  # i32[num_tokens]
+) -> ExpertRows:
     """Sort the pairs of a token and an expert by expert; see `reference.sort_by_expert`."""
     if not (experts.is_cpu and experts.is_contiguous()):
-        return sort_by_expert_by_torch(experts, num_experts)
+        return sort_by_expert_by_torch(experts, num_experts, adapters)
     num_pairs = experts.numel()
     sources = experts.new_empty(num_pairs, dtype=torch.int64)
     places = experts.new_empty(experts.shape, dtype=torch.int64)
     offsets = experts.new_empty(num_experts + 1)
+    slots = None if adapters is None else experts.new_empty(num_pairs)
     SORT_BY_EXPERT.run(
         1,
         experts=experts,
+        adapters=adapters,
         sources=sources,
         places=places,
         offsets=offsets,
+        slots=slots,
         num_pairs=num_pairs,
         num_chosen=experts.shape[1],
         num_experts=num_experts,
         scratch_size=8 * (num_experts + 1),
     )
-    return ExpertRows(sources, places, offsets)
+    return ExpertRows(sources, places, offsets, slots)
 
 
 SUM_EXPERTS = Task(

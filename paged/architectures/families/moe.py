@@ -164,10 +164,12 @@ GRANITE_NAMES = TensorNames(
         ("block_sparse_moe.router.layer.", "mlp.gate."),
         ("block_sparse_moe.input_linear.", "mlp.experts.input_linear."),
         ("block_sparse_moe.output_linear.", "mlp.experts.output_linear."),
+        ("block_sparse_moe.experts.", "mlp.experts."),  # the modules of transformers 5, which adapters name
     ),
     stacks=(
         ExpertStack("mlp.experts.input_linear.weight", ("gate_proj.weight", "up_proj.weight")),
         ExpertStack("mlp.experts.output_linear.weight", ("down_proj.weight",)),
+        *stacks_of(),
     ),
     only_stacks=True,
 )

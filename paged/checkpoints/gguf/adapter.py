@@ -32,11 +32,19 @@ def read_gguf_adapter(path: Path, config: ModelConfig) -> LoraAdapter:
         alpha = _alpha(metadata)
         require_family(metadata, config.architecture)
         names = CONVERTED[metadata.architecture].names
-        reader = AdapterReader(path, names, b"".join(file.digest for file in gguf.files))
+        reader = AdapterReader(
+            path, replace(config, tensor_names=names), b"".join(file.digest for file in gguf.files)
+        )
         for module, a, b in _pairs(gguf, metadata, config):
             rank = b.shape[-1]
             # llama.cpp takes an alpha of 0 to say that nothing is scaled.
-            reader.add(module, a, b, rank, alpha / rank if alpha else 1.0)
+            scale = alpha / rank if alpha else 1.0
+            name = f"{module}.weight"
+            stack = names.stack_of(names.in_decoder(name) or "")
+            if stack is None:
+                reader.add(module, a, b, rank, scale)
+            else:
+                reader.add_experts(name, stack, a, b, rank, scale)
         return reader.adapter()
 
 

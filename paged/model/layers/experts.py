@@ -94,12 +94,19 @@ class Experts(ManyExperts):
             self.into_latent = Linear(config.hidden_size, into, bias=spec.latent_bias)
             self.out_of_latent = Linear(spec.latent_size, out_of, bias=spec.latent_bias)
 
-    def forward(self, hidden: Tensor, routed_by: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        routed_by: Tensor | None = None,
+        count: Tensor | None = None,
+        adapters: Tensor | None = None,
+    ) -> Tensor:
         """Return the weighted sum of the experts' outputs for hidden states [num_tokens, hidden_size].
 
         routed_by: the router's input; None if it is `hidden`.
         count: `Batch.real_count`. Tokens beyond it are padding and get no experts, so that no weights are
             read for them.
+        adapters: see `Batch`.
         """
         spec = self.spec
         kernels = self.kernels
@@ -113,17 +120,22 @@ class Experts(ManyExperts):
         chosen, weights = kernels.route(
             logits, spec.routing, router.e_score_correction_bias, router.per_expert_scale, count
         )
-        rows = kernels.sort_by_expert(chosen, spec.num_experts)
-        taken = hidden if self.into_latent is None else self.into_latent(hidden)
+        lora = self.gate_up[0].lora  # of all experts
+        rows = kernels.sort_by_expert(chosen, spec.num_experts, None if lora is None else adapters)
+        taken = hidden if self.into_latent is None else self.into_latent(hidden, adapters)
         inner = self.gate_up_form(taken, rows.offsets, rows.sources)
+        if lora is not None and rows.adapters is not None:
+            lora.add(kernels.take_rows(taken, rows.sources), inner, rows.adapters)
         if not self.gate_up_form.gated:
             inner = self._activate(inner)
         out = self.down_form(inner, rows.offsets, None)
-        shared = None if self.shared is None else self.shared(hidden)
+        if (lora := self.down[0].lora) is not None and rows.adapters is not None:
+            lora.add(inner, out, rows.adapters)
+        shared = None if self.shared is None else self.shared(hidden, adapters)
         gate = None if self.shared_gate is None else self.shared_gate(hidden)
         if self.out_of_latent is None:
             return kernels.sum_experts(out, rows.places, weights, shared, gate)
-        projected: Tensor = self.out_of_latent(kernels.sum_experts(out, rows.places, weights))
+        projected: Tensor = self.out_of_latent(kernels.sum_experts(out, rows.places, weights), adapters)
         if shared is not None:
             kernels.add(shared, projected)
         return projected
@@ -185,8 +197,10 @@ class ExpertsBeside(nn.Module):
         self.after = norm_of("post_feedforward_layernorm_2")
         self.after_mlp = norm_of("post_feedforward_layernorm_1")
 
-    def forward(self, out: Tensor, residual: Tensor, count: Tensor | None = None) -> Tensor:
+    def forward(
+        self, out: Tensor, residual: Tensor, count: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
         """Add the experts' output for `residual` to the MLP's output `out`, in place. Return `out`."""
         self.after_mlp.into(out, out)
-        self.after.into(self.experts(self.before(residual), residual, count), out, add=True)
+        self.after.into(self.experts(self.before(residual), residual, count, adapters), out, add=True)
         return out

@@ -184,10 +184,14 @@ def test_rows_that_pad_a_step_have_no_experts(options):
     assert (experts[3:] == num_experts).all()
     assert torch.equal(experts, reference.route(logits, options, count=count)[0])
     with TrustedContents():
-        rows = triton.sort_by_expert(experts, num_experts)
+        adapters = torch.ones(8, dtype=torch.int32, device=DEVICE)
+        rows = triton.sort_by_expert(experts, num_experts, adapters)
         alone = triton.sort_by_expert(experts[:3], num_experts)
     assert torch.equal(rows.offsets, alone.offsets)
     num_real = 3 * options.num_chosen
+    assert rows.adapters.lt(0).tolist() == [row >= num_real for row in range(8 * options.num_chosen)]
+    expected = reference.sort_by_expert(experts, num_experts, adapters).adapters
+    assert torch.equal(rows.adapters, expected)
     assert torch.equal(rows.sources[:num_real], alone.sources)
     assert rows.places.flatten().sort().values.tolist() == [*range(8 * options.num_chosen)]
     weight = torch.randn(num_experts, 32, 32, device=DEVICE)
@@ -240,8 +244,9 @@ def test_unsplit_codes_have_the_bits_of_the_dense_product():
 
 def test_rows_of_several_blocks_are_sorted():
     experts = torch.stack([torch.randperm(5)[:4].sort().values for _ in range(1100)]).int().to(DEVICE)
-    got = triton.sort_by_expert(experts, 5)
-    for own, expected in zip(got, reference.sort_by_expert(experts, 5), strict=True):
+    adapters = torch.randint(-1, 4, (1100,), dtype=torch.int32, device=DEVICE)
+    got = triton.sort_by_expert(experts, 5, adapters)
+    for own, expected in zip(got, reference.sort_by_expert(experts, 5, adapters), strict=True):
         assert torch.equal(own, expected)
 
 

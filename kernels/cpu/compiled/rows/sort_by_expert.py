@@ -20,8 +20,13 @@ def _sort_by_expert(args, _unit, scratch):
         set_long(at, first)
         set_int(args.offsets + 4 * expert, first)
     for pair in range(args.num_pairs):
-        at = scratch + 8 * get_int(args.experts + 4 * pair)
+        expert = get_int(args.experts + 4 * pair)
+        token = pair // args.num_chosen
+        at = scratch + 8 * expert
         place = get_long(at)
         set_long(at, place + 1)
         set_long(args.places + 8 * pair, place)
-        set_long(args.sources + 8 * place, pair // args.num_chosen)
+        set_long(args.sources + 8 * place, token)
+        if args.slots != 0:
+            slot = get_int(args.adapters + 4 * token)
+            set_int(args.slots + 4 * place, slot * num_experts + expert if slot >= 0 else -1)
