@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..architectures.config import DEMO
 from ..architectures.gguf_paths import is_gguf
+from ..base.errors import PagedError
 from ..checkpoints.library.local import LocalModel, quantisation_of
 from ..checkpoints.library.models_file import ModelEntry
 from ..engine.async_base import AsyncEngine
@@ -79,17 +80,22 @@ def running_of(model: RunningModel, local: LocalModel | None) -> dict[str, Any]:
 
 
 def shown_model(
-    entry: ModelEntry, local: LocalModel | None, engine: AsyncEngine[Any] | None, capabilities: list[str]
+    entry: ModelEntry,
+    local: LocalModel | None,
+    engine: AsyncEngine[Any] | None,
+    capabilities: list[str],
+    template: str | None,
 ) -> dict[str, Any]:
-    """Return the response of /api/show. engine: None if the model is not loaded.
+    """Return the response of /api/show.
+
+    engine: None if the model is not loaded. template: None for the one in the checkpoint's own file.
 
     Of a GGUF file that is not loaded there is no template and no context: reading it takes torch.
     """
     files = _files_of(entry, local)
     config = _config_of(files)
-    template = "" if engine is None else template_of(engine)
-    if not template and files:
-        template = _text_of(files[0].parent / "chat_template.jinja")
+    if template is None:
+        template = _text_of(files[0].parent / "chat_template.jinja") if files else ""
     architecture = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": architecture}
     context = config.get("max_position_embeddings") if engine is None else engine.max_model_len
@@ -110,12 +116,14 @@ def shown_model(
     }
 
 
-def template_of(engine: AsyncEngine[Any]) -> str:
-    """Return the chat template of a loaded model; "" if it has none."""
-    templates = engine.text.tokenizer.chat_templates if engine.text.tokenizer is not None else None
-    if isinstance(templates, dict):
-        return str(templates.get("default", ""))
-    return templates if isinstance(templates, str) else ""
+def template_of(engine: AsyncEngine[Any], chat_template: str | None) -> str:
+    """Return the chat template of a loaded model; "" if it has none.
+
+    chat_template: the one in place of the checkpoint's; see `ChatTemplates.source`.
+    """
+    with suppress(PagedError):
+        return engine.text.chat_templates.source(chat_template)
+    return ""
 
 
 def _files_of(entry: ModelEntry, local: LocalModel | None) -> list[Path]:

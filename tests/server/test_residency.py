@@ -172,6 +172,42 @@ def test_idle_models_leave_after_keep_alive(keep_alive, leaves_after):
     assert world.now - ended == pytest.approx(leaves_after, abs=0.21)
 
 
+def test_a_requests_own_keep_alive_ends_with_the_stay_of_its_model():
+    """Else a model that was unloaded by hand, with 0, would be loaded anew for each request from then on."""
+    world = World(GB, {"a": GB})
+    for keep_alive, stays in ((0.0, False), (None, True)):
+        ticket = world.ask("a")
+        world.settle()
+        world.end(ticket, keep_alive)
+        world.settle()
+        assert (world.policy.models["a"].stage is LifeStage.LOADED) == stays
+    world.policy.know("a", GB, 60.0)  # its options have changed
+    assert world.policy.models["a"].keep_alive == 60
+
+
+def test_a_model_whose_options_change_is_loaded_anew_for_the_next_request():
+    world = World(GB, {"a": GB})
+    old = world.ask("a")
+    world.settle()
+    world.policy.retire("a")
+    new = world.ask("a")
+    world.settle()
+    assert new not in world.admitted
+    world.end(old)
+    world.settle()
+    assert new in world.admitted
+    assert world.log == ["load a", "unload a", "load a"]
+    # One that is being loaded is not used either.
+    world.end(new)
+    world.policy.unload("a")
+    world.decide()
+    world.settle()
+    world.ask("a")
+    world.policy.retire("a")
+    world.settle()
+    assert world.log[3:] == ["unload a", "load a", "unload a", "load a"]
+
+
 def test_a_load_that_fails_has_a_pause_that_grows_and_others_run_on():
     world = World(2 * GB, {"a": GB, "bad": GB})
     world.failing.add("bad")
