@@ -358,6 +358,9 @@ class Lobby:
         async def reload() -> None:
             try:
                 self.catalog.reload()
+                for name in [*self.loaded]:
+                    if self.catalog.find(name) is None:  # no request can name it any more
+                        self.host.unload(name)
                 more = ""
                 if self.shared.keys is not None:
                     more = f", the keys file too: {await self.reload_keys()} keys"
