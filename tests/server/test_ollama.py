@@ -227,6 +227,7 @@ def test_a_server_of_one_model_answers_too(engine):
         ({"num_predict": -1}, {}),
         ({"num_predict": 9}, {"max_tokens": 9}),
         ({"top_k": 0, "top_p": 1.0, "typical_p": 1.0}, {"top_k": -1, "top_p": 1.0, "typical_p": 1.0}),
+        ({"top_k": -1}, {"top_k": -1}),
         ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
         ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {}),
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
