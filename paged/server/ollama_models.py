@@ -73,7 +73,7 @@ def running_of(model: RunningModel, local: LocalModel | None) -> dict[str, Any]:
     return {
         **{name: value for name, value in tag.items() if name != "modified_at"},
         "size": model.num_bytes or tag["size"],
-        "size_vram": 0 if model.engine.config.device == "cpu" else model.num_bytes,
+        "size_vram": 0 if model.engine.device == "cpu" else model.num_bytes,
         "expires_at": moment(time.time() + (never if math.isinf(left) else left)),
         "context_length": model.engine.max_model_len,
     }

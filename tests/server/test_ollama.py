@@ -179,6 +179,8 @@ def test_embeddings(server, served):
     body = server.post("/api/embed", model="a", input=["x", "y"])
     assert (body["embeddings"], body["prompt_eval_count"]) == (vectors, 2)
     assert server.post("/api/embeddings", model="a", prompt="y")["embedding"] == vectors[1]
+    for empty in ("", []):  # as Ollama's client asks for a load
+        assert server.post("/api/embed", model="a", input=empty)["embeddings"] == []
     long = "x " * 5000
     assert len(server.post("/api/embed", model="a", input=long)["embeddings"]) == 1
     assert server.request("POST", "/api/embed", {"model": "a", "input": long, "truncate": False})[0] == 400
@@ -193,6 +195,7 @@ def test_models_are_listed_and_shown(server):
     assert "message" in before["template"]
     server.post("/api/generate", model="a", keep_alive=-1)
     (running,) = json.loads(server.request("GET", "/api/ps")[2])["models"]
+    assert running["size_vram"] == 0 < running["size"]
     assert (running["name"], running["context_length"]) == ("a", 2048)
     assert running["expires_at"] > "2100"
     after = server.post("/api/show", name="a")

@@ -154,12 +154,12 @@ GENERATE = FieldTable(
         *_ANSWER,
     ],
 )
-_INPUT = OneOf((Text(1), ListOf(Text(1), 1, MAX_PROMPTS)))
+_INPUT = OneOf((Text(), ListOf(Text(1), 0, MAX_PROMPTS)))
 EMBED = FieldTable(
     "/api/embed",
     [
         MODEL,
-        Field("input", _INPUT, "the text to embed, or a list", required=True),
+        Field("input", _INPUT, "the text to embed, or a list; an empty one loads the model", required=True),
         Field("truncate", Boolean(), "cut the end off what is longer than the context, by default true"),
         Field("dimensions", Integer(1), "keep so many of the first numbers of each vector"),
         *ignored("options", "none changes a vector"),

@@ -94,7 +94,9 @@ class ManyShowRoute:
         elif (template := lobby.template_of(entry)) is not None and "{" not in template:  # the name of one
             template = PLAIN_TEMPLATE if template == PLAIN else ""
         shown = await asyncio.to_thread(
-            lambda: shown_model(entry, local_of(entry), front and front.engine, capabilities, template)
+            lambda: shown_model(
+                entry, local_of(entry), None if front is None else front.engine, capabilities, template
+            )
         )
         await exchange.respond_json(200, shown)
 
@@ -117,7 +119,9 @@ class ManyLmStudioRoute:
             loaded = lobby.loaded.get(entry.name)
             front = None if loaded is None else loaded.front
             cards.append(
-                lmstudio_card(entry, local_of(entry), front and front.engine, capabilities_of(front))
+                lmstudio_card(
+                    entry, local_of(entry), None if front is None else front.engine, capabilities_of(front)
+                )
             )
         await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})
 
