@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -314,6 +315,36 @@ def test_a_host_refuses_what_never_fits_and_keeps_a_model_as_long_as_it_says():
             async with host.using(ModelEntry(name="large", checkpoint="x")):
                 pass
         assert host.unload("small")
+        await host.aclose()
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+
+
+def test_a_host_loads_a_model_anew_whose_entry_has_changed():
+    """Its next request waits for those that use the old one, and memory is counted as it then is."""
+    old = ModelEntry(name="a", checkpoint="x", line=1)
+    new = ModelEntry(name="a", checkpoint="y", keep_alive=7.0)
+
+    async def load(*_: object) -> Engine:
+        return Engine()
+
+    async def use() -> None:
+        sizes = {"x": GB, "y": 2 * GB}
+        host = Host(
+            2 * GB,
+            weigh=lambda entry: ModelWeight(sizes[entry.checkpoint], 1, 1, "so much"),
+            load=load,
+            keep_alive=60.0,
+            most_wait_s=5.0,
+        )
+        async with host.using(old) as first, host.using(replace(old, line=9)) as same:
+            assert same is first
+            waiting = asyncio.ensure_future(host.using(new).__aenter__())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+        assert await waiting is not first
+        assert host.residency.used == 2 * GB
+        assert host.residency.models["a"].keep_alive == 7
         await host.aclose()
 
     asyncio.run(asyncio.wait_for(use(), 10))
