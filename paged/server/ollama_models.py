@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -98,7 +99,7 @@ def shown_model(
         template = _text_of(files[0].parent / "chat_template.jinja") if files else ""
     architecture = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": architecture}
-    context = config.get("max_position_embeddings") if engine is None else engine.max_model_len
+    context = _context_of(config) if engine is None else engine.max_model_len
     if context is not None:
         info[f"{architecture}.context_length"] = context
     if engine is not None:
@@ -146,6 +147,13 @@ def _config_of(files: list[Path]) -> dict[str, Any]:
     return {}
 
 
+def _context_of(config: dict[str, Any]) -> Any:
+    """Return the longest context by a config.json, that of the text of a model that sees images."""
+    text = config.get("text_config")
+    own = text if isinstance(text, dict) else config
+    return own.get("max_position_embeddings", config.get("max_position_embeddings"))
+
+
 def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8") if path.stat().st_size <= _MOST_READ else ""
@@ -169,12 +177,12 @@ def lmstudio_card(
     details = details_of(entry, local)
     kind = "embeddings" if capabilities == ["embedding"] else "llm"
     config = _config_of(_files_of(entry, local))
-    most = config.get("max_position_embeddings") if engine is None else engine.text.model_config.max_context
+    most = _context_of(config) if engine is None else engine.text.model_config.max_context
     card = {
         "id": entry.name,
         "object": "model",
         "type": kind,
-        "publisher": entry.name.partition("/")[0] if "/" in entry.name else "",
+        "publisher": entry.name.partition("/")[0] if re.match(r"\w.*/", entry.name) else "",
         "arch": details["family"],
         "compatibility_type": details["format"],
         "quantization": details["quantization_level"],

@@ -191,7 +191,7 @@ def test_what_clients_see_of_a_template_is_the_models_own(engine, tmp_path):
     file = tmp_path / "models.toml"
     own = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     file.write_text(f"[a]\ncheckpoint = 'demo'\ntemplate = '{own}'\n")
-    pins = []
+    pins: list[tuple[dict[str, str], str | None, bool]] = []
     with lobby_here(engine, file, admin_key="admin") as (server, _):
         shown = [server.post("/api/show", model="a")]
         server.request("POST", "/admin/models/a/load", headers=ADMIN)

@@ -13,12 +13,14 @@ from paged.architectures.config import DEMO
 from paged.base.errors import PagedError, RequestError
 from paged.chat.parts import ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from paged.checkpoints.library.local import local_models
+from paged.checkpoints.library.models_file import ModelEntry
 from paged.protocol.answers.chats import ChatForm
 from paged.protocol.answers.chunks import Head
 from paged.protocol.endpoints import ROUTES, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.ollama.answers import Durations, OllamaLines
 from paged.server.app import new_ollama_app
+from paged.server.ollama_models import lmstudio_card, shown_model
 from paged.server.options import ServeOptions
 from tests.support.fake_hub import fake_hub
 from tests.support.lobbies import lobby_here
@@ -365,3 +367,14 @@ def test_ollamas_port_says_what_ollamas_does():
     for path, headers in (("/api/tags", {}), ("/", {"host": "evil.example"})):
         with pytest.raises(RequestError, match="passed on"):
             client.get(path, headers=headers)
+
+
+def test_a_model_that_is_not_loaded_is_described_by_its_files(tmp_path):
+    text = {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    (tmp_path / "model.safetensors").touch()
+    entry = ModelEntry(name="./seeing", checkpoint=str(tmp_path))
+    card = lmstudio_card(entry, None, None, ["completion"])
+    assert (card["publisher"], card["max_context_length"]) == ("", 512)
+    info = shown_model(entry, None, None, ["completion"], None)["model_info"]
+    assert info["gemma3.context_length"] == 512

@@ -74,6 +74,9 @@ class World:
                     self.admitted[id(ticket)] = self.now - ticket.since
                     self.users[id(ticket)] = ticket.name
         self.policy.check()
+        models = self.policy.models.values()
+        taken = sum(each.num_bytes for each in models if each.stage is not LifeStage.ABSENT)
+        assert taken <= self.policy.memory  # counted without the policy
 
     def step(self) -> bool:
         """Go on to the next event. Return whether there was one."""
