@@ -166,6 +166,7 @@ def test_idle_models_leave_after_keep_alive(keep_alive, leaves_after):
     world = World(GB, {"a": GB})
     ticket = world.ask("a")
     world.settle()
+    world.now += 10  # it is not counted from the beginning
     world.end(ticket, keep_alive)
     ended = world.now
     if leaves_after is None:
