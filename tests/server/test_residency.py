@@ -124,8 +124,7 @@ def test_the_least_recently_used_idle_model_goes():
 def test_a_model_in_use_never_goes():
     world = World(GB, {"a": GB, "b": GB})
     a = world.ask("a")
-    world.settle()
-    b = world.ask("b")
+    b = world.ask("b")  # while the other one loads, which has taken the memory
     world.settle()
     world.now += 10_000
     world.decide()
