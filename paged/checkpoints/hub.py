@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..base.errors import CheckpointError, MissingModelError
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Some repositories have the weights a second time, in their author's own layout.
 HUB_IGNORED = ["consolidated*", "original/*"]
+OFFLINE = "HF_HUB_OFFLINE"  # of the environment: the hub's library asks the hub for nothing
 
 
 def fetched_model(model: str, revision: str | None) -> Path:
@@ -121,6 +123,9 @@ class _Repository:
         # The base of the errors of the HTTP library that this version of the hub uses.
         any_http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
         try:
+            # Its library reads the variable only once, when it is imported.
+            if os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+                raise OSError(f"it is not in the hub's cache, and the hub is not asked; paged pull {name}")
             siblings = HfApi().model_info(name, revision=revision).siblings
             self.names = [file.rfilename for file in siblings or []]
         except (any_http_error, OSError) as error:

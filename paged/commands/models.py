@@ -205,6 +205,11 @@ def alias(
     from ..checkpoints.library.models_file import ModelsFile
 
     file = ModelsFile(models) if models is not None else ModelsFile.of_user(must_exist=False)
+    path = Path(checkpoint).expanduser()
+    if checkpoint != "demo" and file.find(checkpoint) is None and path.exists():
+        checkpoint = str(path.absolute())  # the name is used elsewhere, too
+    elif checkpoint.startswith((".", "/", "~")):
+        raise CliError(f"no such directory or GGUF file: {checkpoint}")
     file.set(name, checkpoint)
     print(f"{name} is {file.entries[name.casefold()].checkpoint} in {file.path}")
     return 0

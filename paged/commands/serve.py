@@ -49,6 +49,8 @@ def serve(
     names = model or []
     one = names[0] if len(names) == 1 else None
     settings = _settings(config, {"model": common.one_model(one, model_option), **options})
+    if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused
+        settings["chat_template"] = common.template_text(settings["chat_template"])
     if len(names) > 1 or "models" in settings:
         from .serve_models import serve_models
 
@@ -58,8 +60,6 @@ def serve(
             "name a model: paged serve MODEL, PAGED_MODEL=..., or model: ... in the file; several names, or "
             "--models, serve several"
         )
-    if isinstance(settings.get("chat_template"), str):  # a file may give another type, which is refused
-        settings["chat_template"] = common.template_text(settings["chat_template"])
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     serve_options.check_one_model()
     entry = common.named(settings["model"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError
+from ..checkpoints.hub import OFFLINE
 from ..device.host_memory import free_on_cpu
 from ..options.config import EngineConfig
 from ..server.options import MAX_WAITING, ServeOptions
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Serve several models: these, or all of models.toml and of the hub's cache."""
     from ..checkpoints.library.models_file import VARIABLE, ModelsFile
+    from ..checkpoints.library.names import check_is_here
     from ..server.models.catalog import Catalog
 
     options = ServeOptions(**common.given(settings, SERVE[1]))
@@ -41,8 +43,19 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     preloaded = [_known(catalog, name) for name in options.preload]
     if not catalog.is_open:
         for entry in catalog.entries():
+            check_is_here(entry)
             EngineConfig(**engine_options(entry, base))
     return run(options, lambda listeners: _serve(catalog, base, options, preloaded, listeners))
+
+
+def _fetch_nothing() -> None:
+    """Let this process and the engines' take models of the hub from its cache alone.
+
+    The hub's own library is imported first, so that /api/pull can ask the hub.
+    """
+    from huggingface_hub import constants  # noqa: F401
+
+    os.environ[OFFLINE] = "1"
 
 
 def _make_folder(place: Path) -> None:
@@ -80,6 +93,7 @@ async def _serve(
     from ..server.models.routes import new_lobby_app, new_lobby_metrics_app
     from ..server.telemetry.request_log import announce
 
+    _fetch_nothing()
     observers = begin(options)
     lobby = Lobby(
         catalog,

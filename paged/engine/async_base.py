@@ -466,6 +466,11 @@ class AsyncEngine(ABC, Generic[E]):
         await asyncio.sleep(0)
         return any(engine.is_fit for engine in self._running())
 
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """The type of the device that computes, such as "cpu"."""
+
     @abstractmethod
     def describe(self) -> str:
         """Describe the model and its KV cache in one line."""

@@ -137,6 +137,11 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         """Return the lora_int_id of each adapter that is known."""
         return await self.call(LLMEngine.list_loras)
 
+    @property
+    def device(self) -> str:
+        """The type of the device that computes, such as "cpu"."""
+        return self._thread.engine.core.runner.device.type
+
     def describe(self) -> str:
         """Describe the model and its KV cache in one line."""
         return self._thread.engine.describe()

@@ -44,6 +44,8 @@ class PinnedPrefixes:
             raise UsageError("nothing can be pinned: the engine was made without a prefix cache")
         size = self._engine.block_manager.block_size
         whole = token_ids[: len(token_ids) // size * size]
+        if not whole:
+            raise RequestError(f"the prompt has {len(token_ids)} tokens and fills no block of {size}")
         num = prefixes.pin_cached(self._engine.core, ParsedPrompt(None, whole, namespace))
         self._pinned[namespace, tuple(whole)] = None
         return num

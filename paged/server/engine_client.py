@@ -291,6 +291,11 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         await self._attach()
         await self._supervisor.resize(replicas, num_sharing)
 
+    @property
+    def device(self) -> str:
+        """The type of the device that computes, such as "cpu"."""
+        return self._engines[0].device
+
     def describe(self) -> str:
         """Describe the model and its KV cache in one line."""
         num = len(self._engines)

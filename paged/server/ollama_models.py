@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..architectures.config import DEMO
 from ..architectures.gguf_paths import is_gguf
+from ..base.errors import PagedError
 from ..checkpoints.library.local import LocalModel, quantisation_of
 from ..checkpoints.library.models_file import ModelEntry
 from ..engine.async_base import AsyncEngine
@@ -72,27 +74,32 @@ def running_of(model: RunningModel, local: LocalModel | None) -> dict[str, Any]:
     return {
         **{name: value for name, value in tag.items() if name != "modified_at"},
         "size": model.num_bytes or tag["size"],
-        "size_vram": 0 if model.engine.config.device == "cpu" else model.num_bytes,
+        "size_vram": 0 if model.engine.device == "cpu" else model.num_bytes,
         "expires_at": moment(time.time() + (never if math.isinf(left) else left)),
         "context_length": model.engine.max_model_len,
     }
 
 
 def shown_model(
-    entry: ModelEntry, local: LocalModel | None, engine: AsyncEngine[Any] | None, capabilities: list[str]
+    entry: ModelEntry,
+    local: LocalModel | None,
+    engine: AsyncEngine[Any] | None,
+    capabilities: list[str],
+    template: str | None,
 ) -> dict[str, Any]:
-    """Return the response of /api/show. engine: None if the model is not loaded.
+    """Return the response of /api/show.
+
+    engine: None if the model is not loaded. template: None for the one in the checkpoint's own file.
 
     Of a GGUF file that is not loaded there is no template and no context: reading it takes torch.
     """
     files = _files_of(entry, local)
     config = _config_of(files)
-    template = "" if engine is None else template_of(engine)
-    if not template and files:
-        template = _text_of(files[0].parent / "chat_template.jinja")
+    if template is None:
+        template = _text_of(files[0].parent / "chat_template.jinja") if files else ""
     architecture = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": architecture}
-    context = config.get("max_position_embeddings") if engine is None else engine.max_model_len
+    context = _context_of(config) if engine is None else engine.max_model_len
     if context is not None:
         info[f"{architecture}.context_length"] = context
     if engine is not None:
@@ -110,12 +117,14 @@ def shown_model(
     }
 
 
-def template_of(engine: AsyncEngine[Any]) -> str:
-    """Return the chat template of a loaded model; "" if it has none."""
-    templates = engine.text.tokenizer.chat_templates if engine.text.tokenizer is not None else None
-    if isinstance(templates, dict):
-        return str(templates.get("default", ""))
-    return templates if isinstance(templates, str) else ""
+def template_of(engine: AsyncEngine[Any], chat_template: str | None) -> str:
+    """Return the chat template of a loaded model; "" if it has none.
+
+    chat_template: the one in place of the checkpoint's; see `ChatTemplates.source`.
+    """
+    with suppress(PagedError):
+        return engine.text.chat_templates.source(chat_template)
+    return ""
 
 
 def _files_of(entry: ModelEntry, local: LocalModel | None) -> list[Path]:
@@ -136,6 +145,13 @@ def _config_of(files: list[Path]) -> dict[str, Any]:
             found = json.loads(_text_of(file.parent / "config.json") or "{}")
             return found if isinstance(found, dict) else {}
     return {}
+
+
+def _context_of(config: dict[str, Any]) -> Any:
+    """Return the longest context by a config.json, that of the text of a model that sees images."""
+    text = config.get("text_config")
+    own = text if isinstance(text, dict) else config
+    return own.get("max_position_embeddings", config.get("max_position_embeddings"))
 
 
 def _text_of(path: Path) -> str:
@@ -161,12 +177,12 @@ def lmstudio_card(
     details = details_of(entry, local)
     kind = "embeddings" if capabilities == ["embedding"] else "llm"
     config = _config_of(_files_of(entry, local))
-    most = config.get("max_position_embeddings") if engine is None else engine.text.model_config.max_context
+    most = _context_of(config) if engine is None else engine.text.model_config.max_context
     card = {
         "id": entry.name,
         "object": "model",
         "type": kind,
-        "publisher": entry.name.partition("/")[0] if "/" in entry.name else "",
+        "publisher": entry.name.partition("/")[0] if re.match(r"\w.*/", entry.name) else "",
         "arch": details["family"],
         "compatibility_type": details["format"],
         "quantization": details["quantization_level"],

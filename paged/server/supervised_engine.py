@@ -137,10 +137,15 @@ class SupervisedEngine:
         self.connection = EngineConnection(self._start, self._owner, self._launcher)
         return self.connection
 
+    @property
+    def device(self) -> str:
+        """The type of the device that computes, such as "cpu"."""
+        assert self._first is not None
+        return self._first.device
+
     def has_share_of(self, num_sharing: int) -> bool:
         """Return whether the process has the share of cores that one of `num_sharing` engines gets."""
-        assert self._first is not None
-        return self._first.device != "cpu" or self._start.num_replicas == num_sharing
+        return self.device != "cpu" or self._start.num_replicas == num_sharing
 
     def begin_with_share_of(self, num_sharing: int) -> EngineConnection:
         """Start a process with the share of one of `num_sharing` engines, after the last one has ended."""

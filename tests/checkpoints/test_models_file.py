@@ -7,9 +7,9 @@ import math
 import pytest
 
 from paged.base.durations import parse_duration
-from paged.base.errors import ConfigError, RequestError
-from paged.checkpoints.library.models_file import ModelsFile
-from paged.checkpoints.library.names import entry_of
+from paged.base.errors import ConfigError, MissingModelError, RequestError
+from paged.checkpoints.library.models_file import ModelEntry, ModelsFile
+from paged.checkpoints.library.names import check_is_here, entry_of, located
 
 WHOLE = """\
 # mine
@@ -70,6 +70,27 @@ def test_what_is_wrong_has_its_line(path, old, new, message):
     path.write_text(WHOLE.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
         ModelsFile(path)
+
+
+def test_checkpoints_that_are_here(path, tmp_path, monkeypatch):
+    """A short name takes what is in the cache; what is nowhere is one error, and the hub is not asked."""
+    file = ModelsFile(path)
+    entry = ModelEntry(name="x", checkpoint="thing")
+    snapshot = tmp_path / "models--owner--Thing" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert located(entry).checkpoint == str(snapshot)
+    full = ModelEntry(name="x", checkpoint="owner/Thing")
+    assert located(full) is full
+    for each in (located(entry), full, ModelEntry(name="x", checkpoint="demo")):
+        check_is_here(each)
+    file.set("short", "thing")
+    assert entry_of("short", file).checkpoint == str(snapshot)
+    for missing, message in (("owner/none", "paged pull owner/none"), ("./none", "no such directory")):
+        with pytest.raises(MissingModelError, match=message):
+            check_is_here(ModelEntry(name="x", checkpoint=missing))
 
 
 def test_a_named_file_must_exist(tmp_path, monkeypatch):

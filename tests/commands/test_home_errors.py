@@ -7,6 +7,9 @@ import shutil
 import pytest
 from huggingface_hub import constants
 
+from paged.base.errors import MissingModelError
+from paged.checkpoints.model_directory import resolve, resolve_config, resolve_headers
+from paged.commands import serve_models
 from tests.support.fake_hub import fake_hub
 
 FILES = {
@@ -43,8 +46,10 @@ def folder(tmp_path, monkeypatch):
         (("models", "alias", "c", "c"), "c cannot be an alias of itself"),
         (("models", "alias", "../c", "demo"), "'../c' cannot name a model"),
         (("models", "alias", "A", "demo"), "A is the name of a model in"),
+        (("models", "alias", "c", "./none"), "no such directory or GGUF file: ./none"),
         (("models", "rm", "../x"), "no model is here as '../x'"),
         (("models", "show", "../x"), "no such directory or GGUF file: ../x"),
+        ((*SERVE, "a", "owner/tiny"), "the model owner/tiny is not on this machine, and a server of several"),
         ((*SERVE, "a", "A"), "A is given twice, or is the same model as a"),
         ((*SERVE, "--models", "typo.toml"), "line 3: [x] has no key 'keepalive'; did you mean keep_alive?"),
         ((*SERVE, "--models", "soon.toml"), "line 3: keep_alive must be a number of seconds or a duration"),
@@ -70,6 +75,17 @@ def test_one_line_each(run, argv, message):
     assert line.startswith("paged: ")
     assert message in line
     assert not before
+
+
+def test_a_server_of_several_models_asks_the_hub_for_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    with fake_hub(monkeypatch, tmp_path / "hub") as hub:
+        hub.repositories["owner/tiny"] = {"config.json": b"{}", "model.safetensors": bytes(100)}
+        serve_models._fetch_nothing()
+        for find in (resolve, resolve_config, resolve_headers):
+            with pytest.raises(MissingModelError, match="the hub is not asked; paged pull owner/tiny"):
+                find("owner/tiny")
+        assert not hub.requests
 
 
 @pytest.mark.usefixtures("folder")

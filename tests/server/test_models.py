@@ -156,6 +156,10 @@ def test_keep_alive_of_requests_and_models(lobby):
     server, loading = lobby
     server.post(COMPLETIONS, **completion("a", keep_alive=0))
     eventually(lambda: loading.log == ["load a", "unload a"])
+    for route, more in (("chat", {"messages": []}), ("generate", {})):  # it is not loaded to be unloaded
+        body = {"model": "a", "keep_alive": 0, "stream": False, **more}
+        assert server.post(f"/api/{route}", **body)["done_reason"] == "unload"
+    assert loading.log == ["load a", "unload a"]
     server.post(COMPLETIONS, **completion("b"))
     resident = server.front.host.residency.models["b"]
     assert resident.keep_alive == float("inf")
@@ -164,6 +168,50 @@ def test_keep_alive_of_requests_and_models(lobby):
     answer = server.request("POST", COMPLETIONS, completion("b", keep_alive="soon"))
     assert error_of(answer)[0] == 400
     assert "keep_alive must be a number of seconds or a duration" in error_of(answer)[1]
+
+
+def test_a_changed_file_holds_from_the_next_request_on(engine, tmp_path):
+    file = tmp_path / "models.toml"
+    file.write_text(FILE)
+    message = [{"role": "user", "content": "hi"}]
+    body = {"model": "c", "messages": message, "return_prompt_text": True, "max_tokens": 1}
+    with lobby_here(engine, file, memory=2 * SIZE) as (server, loading):
+        server.post(COMPLETIONS, **completion("a"))
+        assert "snakes" in server.post("/v1/chat/completions", **body)["prompt_text"]
+        # The lines of the others move, which changes none of them.
+        file.write_text("# new\n" + FILE.replace("snakes", "birds"))
+        server.front.catalog.reload()
+        assert "birds" in server.post("/v1/chat/completions", **body)["prompt_text"]
+        server.post(COMPLETIONS, **completion("a"))
+        loads = [each for each in loading.log if "shares" not in each]
+        assert loads == ["load a", "load c", "unload c", "load c"]
+
+
+def test_what_clients_see_of_a_template_is_the_models_own(engine, tmp_path):
+    file = tmp_path / "models.toml"
+    own = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    file.write_text(f"[a]\ncheckpoint = 'demo'\ntemplate = '{own}'\n")
+    pins: list[tuple[dict[str, str], str | None, bool]] = []
+    with lobby_here(engine, file, admin_key="admin") as (server, _):
+        shown = [server.post("/api/show", model="a")]
+        server.request("POST", "/admin/models/a/load", headers=ADMIN)
+        shown.append(server.post("/api/show", model="a"))
+        assert [each["template"] for each in shown] == [own, own]
+        assert json.loads(server.request("GET", "/props")[2])["chat_template"] == own
+        (model,) = server.front.loaded.values()
+
+        async def pin_prefix(prompt, salt, *, is_pinned):
+            pins.append((prompt, salt, is_pinned))
+            return 16
+
+        model.client.pin_prefix = pin_prefix  # of an engine of processes
+        try:
+            body = {"messages": [{"role": "system", "content": "Hi."}]}
+            assert server.request("POST", "/admin/models/a/pin", body, ADMIN)[0] == 200
+        finally:
+            del model.client.pin_prefix
+    ((prompt, salt, is_pinned),) = pins
+    assert (prompt["prompt"], salt, is_pinned) == ("<system>Hi.", None, True)
 
 
 def test_the_operator_loads_and_unloads(lobby):

@@ -13,12 +13,14 @@ from paged.architectures.config import DEMO
 from paged.base.errors import PagedError, RequestError
 from paged.chat.parts import ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
 from paged.checkpoints.library.local import local_models
+from paged.checkpoints.library.models_file import ModelEntry
 from paged.protocol.answers.chats import ChatForm
 from paged.protocol.answers.chunks import Head
 from paged.protocol.endpoints import ROUTES, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.ollama.answers import Durations, OllamaLines
 from paged.server.app import new_ollama_app
+from paged.server.ollama_models import lmstudio_card, shown_model
 from paged.server.options import ServeOptions
 from tests.support.fake_hub import fake_hub
 from tests.support.lobbies import lobby_here
@@ -179,6 +181,8 @@ def test_embeddings(server, served):
     body = server.post("/api/embed", model="a", input=["x", "y"])
     assert (body["embeddings"], body["prompt_eval_count"]) == (vectors, 2)
     assert server.post("/api/embeddings", model="a", prompt="y")["embedding"] == vectors[1]
+    for empty in ("", []):  # as Ollama's client asks for a load
+        assert server.post("/api/embed", model="a", input=empty)["embeddings"] == []
     long = "x " * 5000
     assert len(server.post("/api/embed", model="a", input=long)["embeddings"]) == 1
     assert server.request("POST", "/api/embed", {"model": "a", "input": long, "truncate": False})[0] == 400
@@ -193,6 +197,7 @@ def test_models_are_listed_and_shown(server):
     assert "message" in before["template"]
     server.post("/api/generate", model="a", keep_alive=-1)
     (running,) = json.loads(server.request("GET", "/api/ps")[2])["models"]
+    assert running["size_vram"] == 0 < running["size"]
     assert (running["name"], running["context_length"]) == ("a", 2048)
     assert running["expires_at"] > "2100"
     after = server.post("/api/show", name="a")
@@ -227,6 +232,7 @@ def test_a_server_of_one_model_answers_too(engine):
         ({"num_predict": -1}, {}),
         ({"num_predict": 9}, {"max_tokens": 9}),
         ({"top_k": 0, "top_p": 1.0, "typical_p": 1.0}, {"top_k": -1, "top_p": 1.0, "typical_p": 1.0}),
+        ({"top_k": -1}, {"top_k": -1}),
         ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
         ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {}),
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
@@ -361,3 +367,14 @@ def test_ollamas_port_says_what_ollamas_does():
     for path, headers in (("/api/tags", {}), ("/", {"host": "evil.example"})):
         with pytest.raises(RequestError, match="passed on"):
             client.get(path, headers=headers)
+
+
+def test_a_model_that_is_not_loaded_is_described_by_its_files(tmp_path):
+    text = {"max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    (tmp_path / "model.safetensors").touch()
+    entry = ModelEntry(name="./seeing", checkpoint=str(tmp_path))
+    card = lmstudio_card(entry, None, None, ["completion"])
+    assert (card["publisher"], card["max_context_length"]) == ("", 512)
+    info = shown_model(entry, None, None, ["completion"], None)["model_info"]
+    assert info["gemma3.context_length"] == 512

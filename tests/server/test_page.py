@@ -227,6 +227,19 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
+# How high a row of a table of many columns is.
+WIDE_TABLE = """import('./page/markdown.js').then(({ rendered }) => {
+  const row = '|' + 'column|'.repeat(32);
+  const text = document.createElement('div');
+  text.className = 'text markdown';
+  text.append(rendered(`${row}\n|${'---|'.repeat(32)}\n${row}`));
+  document.getElementById('chatbar').after(text);
+  const height = text.querySelector('tr').offsetHeight;
+  text.remove();
+  return height;
+})"""
+
+
 @needs_chromium
 def test_in_a_browser(engine, tmp_path):
     assert CHROMIUM is not None
@@ -245,6 +258,9 @@ def test_in_a_browser(engine, tmp_path):
         assert all("401" in error for error in page.errors)
         page.errors.clear()
         page.wait("document.querySelector('#model option')?.value === 'demo'")
+        assert page.run("document.getElementById('nothing').hidden")  # which says why there is no picture
+        assert page.run("document.getElementById('nothing').textContent") == ""
+        assert page.run(WIDE_TABLE) < 40  # it scrolls, and breaks no word
         page.run("document.getElementById('max_tokens').value = 24")
         say = "document.getElementById('input').value = {!r}; document.getElementById('send').click()"
         page.run(say.format("Hi"))
@@ -283,7 +299,11 @@ def test_in_a_browser(engine, tmp_path):
             page.run(press.replace(".find(", ".findLast(").format("‹"))
         page.wait("document.querySelector('.requests .none') !== null")
         # Another wording of the first question begins a branch; both are kept, and exported.
-        page.run("document.querySelector('.user .actions button:last-child').click()")
+        edit = "document.querySelector('.user .actions button:last-child').click()"
+        escape = "new KeyboardEvent('keydown', {key: 'Escape', bubbles: true})"
+        page.run(f"{edit}; document.querySelector('.edit textarea').dispatchEvent({escape})")
+        assert page.run("document.querySelector('.edit') === null")
+        page.run(edit)
         page.run("document.querySelector('.edit textarea').value = 'Ho'")
         page.run("document.getElementById('max_tokens').value = 4")
         page.run("document.querySelector('.edit').requestSubmit()")

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,9 @@ class World:
                     self.admitted[id(ticket)] = self.now - ticket.since
                     self.users[id(ticket)] = ticket.name
         self.policy.check()
+        models = self.policy.models.values()
+        taken = sum(each.num_bytes for each in models if each.stage is not LifeStage.ABSENT)
+        assert taken <= self.policy.memory  # counted without the policy
 
     def step(self) -> bool:
         """Go on to the next event. Return whether there was one."""
@@ -120,8 +124,7 @@ def test_the_least_recently_used_idle_model_goes():
 def test_a_model_in_use_never_goes():
     world = World(GB, {"a": GB, "b": GB})
     a = world.ask("a")
-    world.settle()
-    b = world.ask("b")
+    b = world.ask("b")  # while the other one loads, which has taken the memory
     world.settle()
     world.now += 10_000
     world.decide()
@@ -162,6 +165,7 @@ def test_idle_models_leave_after_keep_alive(keep_alive, leaves_after):
     world = World(GB, {"a": GB})
     ticket = world.ask("a")
     world.settle()
+    world.now += 10  # it is not counted from the beginning
     world.end(ticket, keep_alive)
     ended = world.now
     if leaves_after is None:
@@ -170,6 +174,42 @@ def test_idle_models_leave_after_keep_alive(keep_alive, leaves_after):
     world.step()
     assert world.policy.models["a"].stage in (LifeStage.LEAVING, LifeStage.ABSENT)
     assert world.now - ended == pytest.approx(leaves_after, abs=0.21)
+
+
+def test_a_requests_own_keep_alive_ends_with_the_stay_of_its_model():
+    """Else a model that was unloaded by hand, with 0, would be loaded anew for each request from then on."""
+    world = World(GB, {"a": GB})
+    for keep_alive, stays in ((0.0, False), (None, True)):
+        ticket = world.ask("a")
+        world.settle()
+        world.end(ticket, keep_alive)
+        world.settle()
+        assert (world.policy.models["a"].stage is LifeStage.LOADED) == stays
+    world.policy.know("a", GB, 60.0)  # its options have changed
+    assert world.policy.models["a"].keep_alive == 60
+
+
+def test_a_model_whose_options_change_is_loaded_anew_for_the_next_request():
+    world = World(GB, {"a": GB})
+    old = world.ask("a")
+    world.settle()
+    world.policy.retire("a")
+    new = world.ask("a")
+    world.settle()
+    assert new not in world.admitted
+    world.end(old)
+    world.settle()
+    assert new in world.admitted
+    assert world.log == ["load a", "unload a", "load a"]
+    # One that is being loaded is not used either.
+    world.end(new)
+    world.policy.unload("a")
+    world.decide()
+    world.settle()
+    world.ask("a")
+    world.policy.retire("a")
+    world.settle()
+    assert world.log[3:] == ["unload a", "load a", "unload a", "load a"]
 
 
 def test_a_load_that_fails_has_a_pause_that_grows_and_others_run_on():
@@ -278,6 +318,36 @@ def test_a_host_refuses_what_never_fits_and_keeps_a_model_as_long_as_it_says():
             async with host.using(ModelEntry(name="large", checkpoint="x")):
                 pass
         assert host.unload("small")
+        await host.aclose()
+
+    asyncio.run(asyncio.wait_for(use(), 10))
+
+
+def test_a_host_loads_a_model_anew_whose_entry_has_changed():
+    """Its next request waits for those that use the old one, and memory is counted as it then is."""
+    old = ModelEntry(name="a", checkpoint="x", line=1)
+    new = ModelEntry(name="a", checkpoint="y", keep_alive=7.0)
+
+    async def load(*_: object) -> Engine:
+        return Engine()
+
+    async def use() -> None:
+        sizes = {"x": GB, "y": 2 * GB}
+        host = Host(
+            2 * GB,
+            weigh=lambda entry: ModelWeight(sizes[entry.checkpoint], 1, 1, "so much"),
+            load=load,
+            keep_alive=60.0,
+            most_wait_s=5.0,
+        )
+        async with host.using(old) as first, host.using(replace(old, line=9)) as same:
+            assert same is first
+            waiting = asyncio.ensure_future(host.using(new).__aenter__())
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+        assert await waiting is not first
+        assert host.residency.used == 2 * GB
+        assert host.residency.models["a"].keep_alive == 7
         await host.aclose()
 
     asyncio.run(asyncio.wait_for(use(), 10))

@@ -53,7 +53,7 @@ class ModelEntry:
     keep_alive: float | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    line: int = 0
+    line: int = field(default=0, compare=False)
 
 
 def check_name(name: str) -> str:

@@ -135,7 +135,7 @@ class Call(ABC):
 
 def listed_prompts(value: str | list[Any]) -> list[Any]:
     """Return the list of prompts in a value: a text, a list of token ids, or a list of such prompts."""
-    return [value] if isinstance(value, str) or isinstance(value[0], int) else value
+    return [value] if isinstance(value, str) or (value and isinstance(value[0], int)) else value
 
 
 def prompt_of(prompt: str | list[int], values: Mapping[str, Any]) -> dict[str, Any]:

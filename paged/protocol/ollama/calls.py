@@ -276,6 +276,8 @@ class OllamaEmbedCall(EmbeddingCall):
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         self._began = time.monotonic()
         super().__init__(body, limits)
+        if not self.values["input"]:
+            self.listed = []
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
         """Return the texts; those that are too long are cut unless truncate is false."""

@@ -20,7 +20,7 @@ OPTIONS = FieldTable(
         Field("num_predict", Integer(-2), "most tokens to generate; -1 and -2: up to the context's end"),
         Field("num_ctx", Integer(1), "most tokens of prompt and answer together, at most the loaded context"),
         Field("temperature", Number(0.0), "temperature"),
-        Field("top_k", Integer(0), "top_k; 0 turns it off"),
+        Field("top_k", Integer(-1), "top_k; 0 and -1 turn it off"),
         Field("top_p", Number(0.0, 1.0), "top_p; 0 takes the most likely token"),
         Field("min_p", Number(0.0, 1.0), "min_p"),
         Field("typical_p", Number(0.0, 1.0), "typical_p; 1 turns it off"),
@@ -154,12 +154,12 @@ GENERATE = FieldTable(
         *_ANSWER,
     ],
 )
-_INPUT = OneOf((Text(1), ListOf(Text(1), 1, MAX_PROMPTS)))
+_INPUT = OneOf((Text(), ListOf(Text(1), 0, MAX_PROMPTS)))
 EMBED = FieldTable(
     "/api/embed",
     [
         MODEL,
-        Field("input", _INPUT, "the text to embed, or a list", required=True),
+        Field("input", _INPUT, "the text to embed, or a list; an empty one loads the model", required=True),
         Field("truncate", Boolean(), "cut the end off what is longer than the context, by default true"),
         Field("dimensions", Integer(1), "keep so many of the first numbers of each vector"),
         *ignored("options", "none changes a vector"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...base.errors import CheckpointError, ConfigError
 from ...checkpoints.library.local import LocalModel, find_local, local_models
 from ...checkpoints.library.models_file import ModelEntry, ModelsFile
-from ...checkpoints.library.names import entry_of
+from ...checkpoints.library.names import entry_of, located
 from ..front_end import LATEST_TAG
 
 
@@ -16,22 +16,15 @@ class Catalog:
     """The models of a server: those that it was given by name, or all of a file and of the hub's cache.
 
     names: the names that were given; none for all.
-    file: the file of models. It is read again when it is asked for what it does not have.
+    file: the file of models, which `reload` reads again.
 
     Raises ConfigError for two models of one name, and for a wrong file.
     """
 
     def __init__(self, names: Iterable[str], file: ModelsFile) -> None:
         self.file = file
-        self._given: dict[str, ModelEntry] = {}
-        for name in names:
-            entry = entry_of(name, file)
-            for each in {name.casefold(), entry.name.casefold()}:
-                if each in self._given:
-                    raise ConfigError(
-                        f"{name} is given twice, or is the same model as {self._given[each].name}"
-                    )
-            self._given |= {name.casefold(): entry, entry.name.casefold(): entry}
+        self._names = [*names]
+        self._given = given_entries(self._names, file)
 
     @property
     def is_open(self) -> bool:
@@ -56,7 +49,9 @@ class Catalog:
                 found = self._given.get(each.casefold())
             else:
                 found = self.file.find(each)
-                if found is None and (local := find_local(each)) is not None:
+                if found is not None:
+                    return located(found)
+                if (local := find_local(each)) is not None:
                     found = local_entry(local)
                 if found is None and each == "demo":
                     found = ModelEntry(name="demo", checkpoint="demo")
@@ -66,7 +61,24 @@ class Catalog:
 
     def reload(self) -> None:
         """Read the file of models again. Raises ConfigError if it is wrong; the models of before stay."""
-        self.file = ModelsFile(self.file.path)
+        file = ModelsFile(self.file.path)
+        self._given = given_entries(self._names, file)
+        self.file = file
+
+
+def given_entries(names: Iterable[str], file: ModelsFile) -> dict[str, ModelEntry]:
+    """Return the models that are given by name, each by all its names in small letters.
+
+    Raises ConfigError for two models of one name.
+    """
+    found = dict[str, ModelEntry]()
+    for name in names:
+        entry = entry_of(name, file)
+        for each in {name.casefold(), entry.name.casefold()}:
+            if each in found:
+                raise ConfigError(f"{name} is given twice, or is the same model as {found[each].name}")
+        found |= {name.casefold(): entry, entry.name.casefold(): entry}
+    return found
 
 
 def local_entry(model: LocalModel) -> ModelEntry:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol, TypeVar
 
-from ...base.errors import PagedError, QueueFullError
+from ...base.errors import MissingModelError, PagedError, QueueFullError
 from ...checkpoints.library.models_file import ModelEntry
 from ..http.failures import HttpError
 from ..options import MAX_WAITING
@@ -145,11 +145,14 @@ class Host:
                     code="model_too_large",
                 )
             if known not in (None, entry) and name in self.residency.models:  # loaded with other options
-                self.residency.unload(name)
+                self.residency.retire(name)
             self.weights[name] = weight
             self._entries[name] = entry
+        return self._note(entry, self.weights[name].num_bytes)
+
+    def _note(self, entry: ModelEntry, num_bytes: int) -> Resident:
         own = self._keep_alive if entry.keep_alive is None else entry.keep_alive
-        return self.residency.know(name, self.weights[name].num_bytes, own)
+        return self.residency.know(entry.name, num_bytes, own)
 
     async def _weight_of(self, entry: ModelEntry) -> ModelWeight:
         task = self._weighing.get(entry.name)
@@ -161,8 +164,8 @@ class Host:
             return await asyncio.shield(task)
         except PagedError as error:
             if task.done() and not self.residency.pause_left(entry.name, self._now()):
-                self.residency.know(entry.name, 0, self._keep_alive)
-                self.residency.pause(entry.name, self._now())
+                self._note(entry, 0)
+                self.residency.pause(entry.name, self._now(), grows=not isinstance(error, MissingModelError))
                 self._errors[entry.name] = error
                 logger.error("the model %s could not be loaded: %s", entry.name, error)
             left = self.residency.pause_left(entry.name, self._now())
@@ -243,6 +246,8 @@ class Host:
         with suppress(PagedError):
             await loaded.aclose()
         self.residency.on_gone(name)
+        if name in self.weights:  # others than before, if its options have changed
+            self._note(self._entries[name], self.weights[name].num_bytes)
         self._go_on()
 
     # By hand

@@ -15,6 +15,7 @@ from ...base.byte_sizes import parse_bytes
 from ...base.errors import ConfigError, PagedError, QueueFullError
 from ...base.validation import shown
 from ...checkpoints.library.models_file import ModelEntry
+from ...checkpoints.library.names import check_is_here
 from ...options.config import EngineConfig
 from ...protocol.endpoints import ROUTES
 from ..access.limits import KeyUsage, RateLimitError
@@ -222,6 +223,7 @@ class Lobby:
                 model.share_threads(len(busy))
 
     def _weigh(self, entry: ModelEntry) -> ModelWeight:
+        check_is_here(entry)
         return weigh(self._engine_options(entry), self.host.residency.memory)
 
     async def _load(self, entry: ModelEntry, weight: ModelWeight) -> LoadedModel:
@@ -266,7 +268,7 @@ class Lobby:
                 routes=[route.path for route in ROUTES],
                 prefix=self.options.metrics_prefix,
             )
-        template = self.options.chat_template or self._read_template(entry.template)
+        template = self.template_of(entry)
         return ModelFrontEnd(
             client,
             replace(self.options, served_model_name=(entry.name,), chat_template=template),
@@ -275,6 +277,16 @@ class Lobby:
             metrics=metrics,
             system=entry.system,
         )
+
+    def template_of(self, entry: ModelEntry) -> str | None:
+        """Return the template in place of the checkpoint's. Raises ConfigError if its file cannot be read."""
+        try:
+            return self.options.chat_template or self._read_template(entry.template)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(
+                f"the template {entry.template} of {entry.name} cannot be read: {reason}"
+            ) from None
 
     # Requests
 
@@ -346,6 +358,9 @@ class Lobby:
         async def reload() -> None:
             try:
                 self.catalog.reload()
+                for name in [*self.loaded]:
+                    if self.catalog.find(name) is None:  # no request can name it any more
+                        self.host.unload(name)
                 more = ""
                 if self.shared.keys is not None:
                     more = f", the keys file too: {await self.reload_keys()} keys"

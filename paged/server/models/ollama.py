@@ -21,11 +21,12 @@ from ...protocol.endpoints import (
     parse_call,
 )
 from ...protocol.ollama.calls import CopyCall, DeleteCall, NamedCall
+from ...text.chat_template import PLAIN, PLAIN_TEMPLATE
 from ..front_end import LATEST_TAG
 from ..http.exchange import JSON_LINES, Exchange, encode_json, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import StreamedResponse
-from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of
+from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of, template_of
 from ..routes.ollama import NO_CHANGES, capabilities_of
 from .catalog import local_of
 from .host import in_thread
@@ -85,9 +86,18 @@ class ManyShowRoute:
         assert isinstance(call, NamedCall)
         entry = lobby.entry_of(call.name, exchange.key)
         loaded = lobby.loaded.get(entry.name)
-        engine = None if loaded is None else loaded.front.engine
-        capabilities = capabilities_of(engine, lobby.options)
-        shown = await asyncio.to_thread(lambda: shown_model(entry, local_of(entry), engine, capabilities))
+        front = None if loaded is None else loaded.front
+        capabilities = capabilities_of(front)
+        template: str | None
+        if front is not None:
+            template = template_of(front.engine, front.options.chat_template)
+        elif (template := lobby.template_of(entry)) is not None and "{" not in template:  # the name of one
+            template = PLAIN_TEMPLATE if template == PLAIN else ""
+        shown = await asyncio.to_thread(
+            lambda: shown_model(
+                entry, local_of(entry), None if front is None else front.engine, capabilities, template
+            )
+        )
         await exchange.respond_json(200, shown)
 
 
@@ -107,9 +117,11 @@ class ManyLmStudioRoute:
         cards = []
         for entry in entries:
             loaded = lobby.loaded.get(entry.name)
-            engine = None if loaded is None else loaded.front.engine
+            front = None if loaded is None else loaded.front
             cards.append(
-                lmstudio_card(entry, local_of(entry), engine, capabilities_of(engine, lobby.options))
+                lmstudio_card(
+                    entry, local_of(entry), None if front is None else front.engine, capabilities_of(front)
+                )
             )
         await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})
 

@@ -41,9 +41,11 @@ class Resident:
 
     num_bytes: the memory that it takes from the beginning of its loading to its end.
     keep_alive: seconds without a user after which it leaves; inf for never.
+    usual_keep_alive: keep_alive from its next load on, as a request's own ends with the model's stay.
     users: how many requests have it. last_use: when the last one came or ended.
     pause_until: no load begins before, as the last one failed. pause_s: of the next failure.
     unloads: whether it leaves as soon as it has no user, because an operator says so.
+    is_stale: whether it was loaded with options that hold no more: it admits no request until it has left.
     """
 
     name: str
@@ -55,6 +57,11 @@ class Resident:
     pause_until: float = -math.inf
     pause_s: float = FIRST_LOAD_PAUSE_S
     unloads: bool = False
+    is_stale: bool = False
+    usual_keep_alive: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usual_keep_alive = self.keep_alive
 
     @property
     def is_here(self) -> bool:
@@ -66,7 +73,7 @@ class Resident:
         """When it leaves if no request comes; inf for never, and while it has users."""
         if self.stage is not LifeStage.LOADED or self.users:
             return math.inf
-        return self.last_use if self.unloads else self.last_use + self.keep_alive
+        return self.last_use if self.unloads or self.is_stale else self.last_use + self.keep_alive
 
 
 class Load(NamedTuple):
@@ -111,6 +118,9 @@ class Residency:
             found = self.models[name] = Resident(name, num_bytes, keep_alive)
         elif not found.is_here:
             found.num_bytes = num_bytes
+        if found.usual_keep_alive != keep_alive:
+            found.keep_alive = keep_alive
+            found.usual_keep_alive = keep_alive
         return found
 
     def fits(self, num_bytes: int) -> bool:
@@ -138,7 +148,7 @@ class Residency:
             self.waiting.remove(ticket)
 
     def release(self, name: str, now: float, keep_alive: float | None = None) -> None:
-        """Note that a request has ended. keep_alive: of its model from now on, if it said so."""
+        """Note that a request has ended. keep_alive: of its model until it leaves, if it said so."""
         model = self.models[name]
         assert model.users, f"{name} has no user"
         model.users -= 1
@@ -155,6 +165,10 @@ class Residency:
         """Let a model leave as soon as it has no user."""
         self.models[name].unloads = True
 
+    def retire(self, name: str) -> None:
+        """Let a model leave as soon as it has no user, and load it anew for the requests that wait."""
+        self.models[name].is_stale = self.models[name].is_here
+
     # What became of actions
 
     def on_loaded(self, name: str, now: float) -> None:
@@ -169,24 +183,31 @@ class Residency:
         """Note that a load failed. Return the requests that fail with it."""
         model = self.models[name]
         assert model.stage is LifeStage.LOADING, f"{name} is {model.stage.value}"
-        model.stage = LifeStage.ABSENT
+        self._leave(model)
         self.pause(name, now)
         failed = [each for each in self.waiting if each.name == name]
         self.waiting = [each for each in self.waiting if each.name != name]
         return failed
 
-    def pause(self, name: str, now: float) -> None:
-        """Note that a model cannot be loaded for a while, longer each time."""
+    def pause(self, name: str, now: float, *, grows: bool = True) -> None:
+        """Note that a model cannot be loaded for a while, longer each time unless `grows` is False."""
         model = self.models[name]
         model.pause_until = now + model.pause_s
-        model.pause_s = min(2 * model.pause_s, MOST_LOAD_PAUSE_S)
+        if grows:
+            model.pause_s = min(2 * model.pause_s, MOST_LOAD_PAUSE_S)
 
     def on_gone(self, name: str) -> None:
         """Note that a model has left."""
         model = self.models[name]
         assert model.stage is LifeStage.LEAVING, f"{name} is {model.stage.value}"
+        self._leave(model)
+
+    @staticmethod
+    def _leave(model: Resident) -> None:
         model.stage = LifeStage.ABSENT
         model.unloads = False
+        model.is_stale = False
+        model.keep_alive = model.usual_keep_alive
 
     # Decisions
 
@@ -225,7 +246,9 @@ class Residency:
         for ticket in [*self.waiting]:
             model = self.models[ticket.name]
             is_behind = is_behind or not model.is_here
-            if model.stage is LifeStage.LOADED and not (is_behind and ticket.name in claimed):
+            if model.is_stale or (is_behind and ticket.name in claimed):
+                continue
+            if model.stage is LifeStage.LOADED:
                 model.users += 1
                 model.last_use = now
                 self.waiting.remove(ticket)
@@ -234,7 +257,7 @@ class Residency:
     def _expire(self, now: float) -> Iterator[Unload]:
         wanted = {*self._wanted()} - self._claims(now)
         for model in self.models.values():
-            if model.leaves_at <= now and model.name not in wanted:
+            if model.leaves_at <= now and (model.is_stale or model.name not in wanted):
                 model.stage = LifeStage.LEAVING
                 yield Unload(model.name)
 

@@ -18,6 +18,7 @@ from ...base.errors import EngineDeadError, RequestError, UsageError
 from ...base.validation import shown
 from ...checkpoints.library.models_file import ModelEntry
 from ...protocol import endpoints
+from ...protocol.calls.call import AnswerCall
 from ...protocol.endpoints import (
     GET_MODEL,
     POST_LOAD,
@@ -53,6 +54,7 @@ from .ollama import (
 
 WAIT_S = 5.0  # for a model, between two blank lines of a stream
 MOST_PEEKED = 2048  # bytes of a field that says which model
+MOST_UNLOADING = 2**14  # bytes of a body that asks for no answer
 
 
 class _Peek(msgspec.Struct):
@@ -98,6 +100,9 @@ class PassRoute:
         entry = lobby.entry_of(field_of(fields.model, "model"), exchange.key)
         keep_alive = field_of(fields.keep_alive, "keep_alive")
         keep_alive_s = None if keep_alive is None else parse_duration("keep_alive", keep_alive)
+        if keep_alive_s == 0 and (ready := self._unloads_nothing(entry, body)) is not None:
+            await exchange.respond_json(200, ready)
+            return
         streams = self._endpoint.streamed == endpoints.EVENTS and bytes(fields.stream) == b"true"
         async with AsyncExitStack() as stack:
             try:
@@ -111,6 +116,20 @@ class PassRoute:
             exchange.load_s = time.monotonic() - began
             exchange.end()  # its model's front end counts the body from now on
             await pass_on(exchange, model.app, body)
+
+    def _unloads_nothing(self, entry: ModelEntry, body: bytes) -> dict[str, Any] | None:
+        """Return the answer to a body that unloads a model which is not here, and must not be loaded for it.
+
+        Returns None for any other body.
+        """
+        resident = self._lobby.host.residency.models.get(entry.name)
+        if (resident is not None and resident.is_here) or len(body) > MOST_UNLOADING:
+            return None
+        if self._endpoint not in (endpoints.POST_OLLAMA_CHAT, endpoints.POST_OLLAMA_GENERATE):
+            return None
+        call = endpoints.parse_call(self._endpoint.path, json.loads(body))
+        assert isinstance(call, AnswerCall)
+        return call.immediate(entry.name)
 
     async def _model(
         self,
@@ -388,7 +407,15 @@ class PinRoute:
                 messages = given.messages
                 if entry.system is not None and not any(each.get("role") == "system" for each in messages):
                     messages = [{"role": "system", "content": entry.system}, *messages]
-                prompt = loaded.front.engine.text.render_chat(messages, add_generation_prompt=False)
+                own = loaded.front.options
+                prompt = loaded.front.engine.text.render_chat(
+                    messages,
+                    add_generation_prompt=False,
+                    chat_template=own.chat_template,
+                    chat_template_kwargs=own.chat_template_kwargs,
+                )
+                if "multi_modal_data" in prompt:
+                    raise RequestError("messages with images are not pinned", param="messages")
             try:
                 num = await loaded.client.pin_prefix(
                     prompt, given.cache_salt, is_pinned=self._endpoint is POST_PIN

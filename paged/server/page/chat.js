@@ -177,6 +177,7 @@ function edit(message) {
   const buttons = node("div", "buttons");
   buttons.append(node("button", "", "Send"), cancel);
   form.append(field, buttons);
+  form.addEventListener("keydown", (event) => event.key === "Escape" && cancel.click());
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const text = field.value.trim();

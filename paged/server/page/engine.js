@@ -13,6 +13,7 @@ const SILENT_S = 20; // after which a stream is taken for cut: the server sends 
 const place = document.getElementById("engines");
 const state = document.getElementById("state");
 const old = document.getElementById("old");
+const nothing = document.getElementById("nothing");
 let heardAt = null; // when the last picture came
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -38,6 +39,7 @@ export function watch() {
         heard();
         heardAt = new Date();
         setState("live", "live");
+        explainNothing(engines.length ? "" : "No model is loaded yet. Choose one, or send a message, which loads it.");
         try {
           draw(views, engines, scope);
         } catch (error) {
@@ -46,7 +48,10 @@ export function watch() {
       }
       return "reconnecting";
     } catch (error) {
-      if (error.needsKey) return "needs a key";
+      if (error.needsKey) {
+        explainNothing(heardAt ? "" : "What the engine computes is shown with the admin key, or with the key of your own requests: see Keys.");
+        return "needs a key";
+      }
       return error.status === undefined ? "reconnecting" : error.message;
     } finally {
       clearTimeout(silence.timer);
@@ -83,6 +88,12 @@ function setState(text, kind) {
   if (isOld) old.textContent = `No news from the server since ${heardAt.toLocaleTimeString()}: these figures are old.`;
   old.hidden = !isOld;
   place.classList.toggle("old", isOld);
+}
+
+// Say why there is no picture.
+function explainNothing(text) {
+  nothing.textContent = text;
+  nothing.hidden = !text;
 }
 
 function draw(views, engines, scope) {

@@ -24,7 +24,7 @@ class PropsRoute:
                 "model_alias": self._front.names[0],
                 "model_path": engine.config.model,
                 "modalities": {"vision": engine.text.images is not None, "audio": False},
-                "chat_template": template_of(engine),
+                "chat_template": template_of(engine, self._front.options.chat_template),
                 "build_info": f"paged {__version__}",
             },
         )

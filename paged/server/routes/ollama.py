@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
 
 from ...chat.chat_format import ChatFormat
 from ...checkpoints.library.models_file import ModelEntry
-from ...engine.async_base import AsyncEngine
 from ...protocol.endpoints import GET_LMSTUDIO_MODEL, GET_LMSTUDIO_MODELS, parse_call
 from ...protocol.ollama.calls import NamedCall
 from ..front_end import LATEST_TAG, FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
-from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of
-from ..options import ServeOptions
+from ..ollama_models import RunningModel, lmstudio_card, running_of, shown_model, tag_of, template_of
 
 NO_CHANGES = "clients may not change the models of this server; start it with --allow-model-changes"
 
 
-def capabilities_of(engine: AsyncEngine[Any] | None, options: ServeOptions) -> list[str]:
-    """Return what a model can do, by Ollama's names; of one that is not loaded, what all can."""
-    if engine is None:
+def capabilities_of(front: FrontEnd | None) -> list[str]:
+    """Return what a model can do, by Ollama's names; of one that is not loaded (None), what all can."""
+    if front is None:
         return ["completion"]
+    engine = front.engine
+    options = front.options
     if engine.text.has_embedding_files:
         return ["embedding"]
     found = ChatFormat.of_model(
@@ -84,8 +83,10 @@ class ShowRoute:
         name = call.name.removesuffix(LATEST_TAG)
         front.check_model(name, exchange.key)
         entry = ModelEntry(name=name, checkpoint=front.engine.config.model)
-        capabilities = capabilities_of(front.engine, front.options)
-        shown = await asyncio.to_thread(shown_model, entry, None, front.engine, capabilities)
+        template = template_of(front.engine, front.options.chat_template)
+        shown = await asyncio.to_thread(
+            shown_model, entry, None, front.engine, capabilities_of(front), template
+        )
         await exchange.respond_json(200, shown)
 
 
@@ -108,7 +109,7 @@ class LmStudioRoute:
     async def __call__(self, exchange: Exchange) -> None:
         front = self._front
         name = exchange.route.removeprefix(GET_LMSTUDIO_MODELS.path).removeprefix("/")
-        capabilities = capabilities_of(front.engine, front.options)
+        capabilities = capabilities_of(front)
         entries = _entries(front, exchange)
         if name:
             exchange.route = GET_LMSTUDIO_MODEL.path  # for the metrics
