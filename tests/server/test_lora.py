@@ -91,6 +91,32 @@ def test_the_name_of_the_model_chooses_the_adapter(served, paths):
     assert vectors[0] != vectors[1]
 
 
+def test_a_name_may_end_as_ollama_writes_it(served, paths):
+    model, first, _ = paths
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    found = served.post("/v1/completions", model="sql:latest", **body)
+    assert found["model"] == "sql"
+    assert found["choices"][0]["token_ids"] == by_peft(model, first, PROMPT, 8)
+    _, _, card = served.request("GET", "/v1/models/sql:latest")
+    assert json.loads(card)["parent"] == "base"
+
+
+def test_an_adapter_that_is_unloaded_while_a_request_is_prepared_is_kept_by_it(served, paths, monkeypatch):
+    model, first, _ = paths
+    front = served.front
+    begin, known = front.begin, front.adapters["sql"]
+
+    def unload_and_begin(*args, **given):
+        del front.adapters["sql"]
+        return begin(*args, **given)
+
+    monkeypatch.setattr(front, "begin", unload_and_begin)
+    try:
+        assert tokens(served, "sql") == by_peft(model, first, PROMPT, 8)
+    finally:
+        front.adapters = {"sql": known, **front.adapters}
+
+
 def kill(served):
     """Kill the engine's process. Wait until another one serves."""
     client = served.front.engine
@@ -139,6 +165,8 @@ def test_a_wrong_load_changes_nothing(served, paths, third, tmp_path):
     for status, message, body in (
         (400, "adapter 'x' cannot be used", {"lora_name": "x", "lora_path": str(damaged)}),
         (400, "adapter_config.json", {"lora_name": "x", "lora_path": str(tmp_path)}),
+        (400, "cannot be read", {"lora_name": "x", "lora_path": "x" * 4000}),
+        (400, "cannot be read", {"lora_name": "x", "lora_path": "~nobody-of-this-name/x"}),
         (400, "'sql' is loaded already, from", {"lora_name": "sql", "lora_path": str(second)}),
         (400, "model's own name", {"lora_name": "base", "lora_path": str(second)}),
         (400, "cannot be used", {"lora_name": "sql", "lora_path": str(damaged), "load_inplace": True}),
