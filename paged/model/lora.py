@@ -104,8 +104,8 @@ class LoraSlots:
         if wrong := {*(targets or ())} - {end for name in self.shapes for end in _ends(name, names)}:
             there = {_ends(name, names)[1] for name in shapes_of(whole or model, None)}
             raise ConfigError(
-                f"lora_target_modules {', '.join(map(repr, sorted(wrong)))} names no matrix of the model, which "
-                f"has {', '.join(sorted(there))}"
+                f"lora_target_modules {', '.join(map(repr, sorted(wrong)))} names no matrix of the model, "
+                f"which has {', '.join(sorted(there))}"
             )
         self.max_rank = max_rank
         self._names = names
@@ -125,8 +125,8 @@ class LoraSlots:
                 stored = self._names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
                 raise CheckpointError(
                     f"{adapter.directory}: {stored} is adapted by matrices of shapes "
-                    f"{list(part.a.shape)} and {list(part.b.shape)}, which with their scale reach {largest:g}; "
-                    f"the largest number of the engine's dtype is {self._largest:g}"
+                    f"{list(part.a.shape)} and {list(part.b.shape)}, which with their scale reach "
+                    f"{largest:g}; the largest number of the engine's dtype is {self._largest:g}"
                 )
 
     def set(self, slot: int, adapter: Mapping[str, LoraPart]) -> None:

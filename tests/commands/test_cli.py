@@ -604,10 +604,10 @@ def test_options_may_have_no_value_or_several():
         (["serve", "--ray", "--port", "1", "m"], ["serve", "--ray=", "--port", "1", "m"]),
         (["serve", "--ray", "auto", "m"], ["serve", "--ray", "auto", "m"]),
         (
-            ["serve", "m", "--lora-modules", "a=x", "b=y/z=1", '{"name": "c"}', "m", "d=z"],
+            ["serve", "--lora-modules", "a=x", "b=y/z=1", '{"name": "c"}', "m", "d=z"],
             [
-                *"serve m --lora-modules a=x --lora-modules b=y/z=1 --lora-modules".split(),
-                '{"name": "c"}',
+                "serve",
+                *(x for m in ("a=x", "b=y/z=1", '{"name": "c"}') for x in (cli.MODULES, m)),
                 "m",
                 "d=z",
             ],
