@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from paged import ConfigError, LoRARequest, RequestError
 from paged.options.lora_request import lora_modules_of
 from paged.server.engine_client import EngineClient
+from paged.server.http.failures import HttpError
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.command_line import running
 from tests.support.lora_adapters import ATTENTION, MLP, adapter_of, by_peft
@@ -99,6 +101,16 @@ def test_a_name_may_end_as_ollama_writes_it(served, paths):
     assert found["choices"][0]["token_ids"] == by_peft(model, first, PROMPT, 8)
     _, _, card = served.request("GET", "/v1/models/sql:latest")
     assert json.loads(card)["parent"] == "base"
+
+
+def test_a_key_for_an_adapter_alone_does_not_have_the_model_itself(served):
+    """A body without a name is for the model itself."""
+    key = SimpleNamespace(entry=SimpleNamespace(models=["sql"]))
+    served.front.check_model("sql", key)
+    served.front.check_model(None, None)
+    for name, message in ((None, "a model must be named: this key is for 'sql'"), ("base", "has 'sql'")):
+        with pytest.raises(HttpError, match=message):
+            served.front.check_model(name, key)
 
 
 def test_an_adapter_that_is_unloaded_while_a_request_is_prepared_is_kept_by_it(served, paths, monkeypatch):
