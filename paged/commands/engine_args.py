@@ -93,7 +93,7 @@ def _kind(name: str) -> dict[str, Any]:
 class _Texts(argparse.Action):
     """Takes texts, or a list of them in JSON."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(self, _: Any, namespace: Any, values: Any, __: Any = None) -> None:
         if len(values) == 1 and values[0].startswith("["):
             try:
                 values = json.loads(values[0])
