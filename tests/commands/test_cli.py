@@ -607,7 +607,7 @@ def test_options_may_have_no_value_or_several():
             ["serve", "--lora-modules", "a=x", "b=y/z=1", '{"name": "c"}', "m", "d=z"],
             [
                 "serve",
-                *(x for m in ("a=x", "b=y/z=1", '{"name": "c"}') for x in (cli.MODULES, m)),
+                *(x for m in ("a=x", "b=y/z=1", '{"name": "c"}') for x in (cli.LORA_MODULES, m)),
                 "m",
                 "d=z",
             ],
