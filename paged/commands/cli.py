@@ -139,8 +139,8 @@ def main() -> None:
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which options have one value each: those of VALUELESS may have none, and LORA_MODULES
-    several.
+    """Return arguments in which options have one value each: those of VALUELESS may have none, and
+    LORA_MODULES several.
 
     The parser has no such options.
     """
