@@ -316,6 +316,9 @@ def test_flags_are_those_of_an_engine():
         tenant_weights={"a": 2}, scheduling_policy="fair",
     )  # fmt: skip
     assert dataclasses.asdict(config) == dataclasses.asdict(expected)
+    for names in ("q_proj v_proj", '["q_proj","v_proj"]'):
+        args = parser.parse_args(["--model=demo", "--enable-lora", "--lora-target-modules", *names.split()])
+        assert paged.EngineArgs.from_cli_args(args).lora_target_modules == ["q_proj", "v_proj"]
     wrong = parser.parse_args(["--model", "demo", "--enable-tower-connector-lora"])
     with pytest.raises(ConfigError, match="got enable_tower_connector_lora=True: adapters"):
         LLM(**vars(wrong))

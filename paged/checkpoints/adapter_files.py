@@ -8,7 +8,8 @@ from pathlib import Path
 from ..architectures.config import ModelConfig
 from ..architectures.gguf_paths import GGUF_KEY, is_gguf
 from ..architectures.hf_config import check_file, from_hf, read_hf
-from .lora_adapter import MAX_ADAPTER_BYTES, LoraAdapter, read_lora_adapter
+from ..base.errors import CheckpointError, MissingModelError
+from .lora_adapter import CONFIG, MAX_ADAPTER_BYTES, WEIGHTS, LoraAdapter, read_lora_adapter
 from .model_directory import resolve
 
 
@@ -25,9 +26,28 @@ def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:
 
     Raises CheckpointError, which names file and tensor or key.
     """
-    if is_gguf(name) and (path := Path(name).expanduser()).exists():
+    try:
+        path = _expanded(name)
+        if path.is_dir():
+            return read_lora_adapter(path, model)
+        if not path.exists():
+            return read_lora_adapter(Path(resolve(name)), model)
+        if not is_gguf(name):
+            raise CheckpointError(
+                f"{name} is a file; give the directory that holds {CONFIG} and {WEIGHTS}, or a .gguf file"
+            )
         from .gguf.adapter import read_gguf_adapter
 
         check_file(path, MAX_ADAPTER_BYTES)
         return read_gguf_adapter(path, model)
-    return read_lora_adapter(Path(resolve(name)), model)
+    except OSError as error:  # a name that is too long, or a file that went, or that others may not read
+        raise MissingModelError(
+            f"{error.filename or name} cannot be read: {error.strerror or error}"
+        ) from error
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # of a user who is not there
+        raise MissingModelError(f"{name} cannot be read: {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .stored import FLOATS, StoredTensor
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 MAX_ADAPTER_BYTES = 16 * 2**30
+T = TypeVar("T")
 _PREFIX = "base_model.model."
 _WRAPPED = ".base_layer"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -164,7 +165,8 @@ class AdapterReader:
         own_name = _name_in_decoder(a, module, self._names)
         low, high = self._read(own_name, a, b)
         _check_shapes(a, b, rank)
-        high = _with_factors(high * scale, own_name, self._names)
+        high = self._scaled(b, high, scale)
+        high = _with_factors(high, own_name, self._names)
         self._put(own_name, LoraPart(low, high), module)
 
     def add_experts(
@@ -196,7 +198,7 @@ class AdapterReader:
         if is_flat:
             low = low.view(num_experts, rank, num_inputs)
             high = high.view(num_rows, rank, num_experts).permute(2, 0, 1).contiguous()
-        high = high * scale
+        high = self._scaled(b, high, scale)
         experts = own_name.removesuffix(stack.name) + "mlp.experts."
         for expert in range(num_experts):
             for part, own_high in zip(stack.parts, high[expert].chunk(len(stack.parts)), strict=True):
@@ -210,6 +212,15 @@ class AdapterReader:
             self._digest.update(each.numpy().tobytes())
         self._digest.update(own_name.encode())
         return found
+
+    def _scaled(self, b: StoredTensor, high: Tensor, scale: float) -> Tensor:
+        high = high * scale
+        if not torch.isfinite(high).all():
+            raise CheckpointError(
+                f"{self._path}: {b.name} of shape {b.shape} has numbers that are not finite once they are "
+                f"multiplied by the scale {scale:g}"
+            )
+        return high
 
     def _put(self, own_name: str, part: LoraPart, module: str) -> None:
         if own_name in self._parts:
@@ -236,7 +247,7 @@ class _Config(NamedTuple):
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
-        return self.ranks.get(_matching(self.ranks, module, self.path), self.rank)
+        return _matching(self.ranks, module, self.path, self.rank)
 
     def is_parameter(self, name: str) -> bool:
         """Return whether a parameter is adapted by its name."""
@@ -249,22 +260,22 @@ class _Config(NamedTuple):
 
     def scale_of(self, module: str) -> float:
         """Return the factor of what is added to a module's outputs."""
-        alpha = self.alphas.get(_matching(self.alphas, module, self.path), self.alpha)
+        alpha = _matching(self.alphas, module, self.path, self.alpha)
         rank = self.rank_of(module)
         return alpha / (sqrt(rank) if self.by_root else rank)
 
 
-def _matching(patterns: Mapping[str, object], module: str, path: Path) -> str:
-    """Return the first pattern that a module's name ends with, as PEFT finds it; "" if there is none."""
-    for pattern in patterns:
+def _matching(patterns: Mapping[str, T], module: str, path: Path, default: T) -> T:
+    """Return the number of the first pattern that a module's name ends with, as PEFT finds it."""
+    for pattern, number in patterns.items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
-                return pattern
+                return number
         except re.error as error:
             raise CheckpointError(
                 f"{path}: the pattern {pattern!r} is no regular expression: {error}"
             ) from None
-    return ""
+    return default
 
 
 def _read_config(directory: Path) -> _Config:
@@ -276,7 +287,8 @@ def _read_config(directory: Path) -> _Config:
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type {shown(kind)} is not supported; supported is 'LORA'")
     for key, value in config.items():
-        if key not in NEUTRAL_OF_PEFT and key not in READ and value not in (None, False, [], {}):
+        is_default = value is None or value is False or value in ([], {})
+        if key not in NEUTRAL_OF_PEFT and key not in READ and not is_default:
             why = f": {_WHY[key]}" if key in _WHY else ""
             raise CheckpointError(f"{path}: {key} {shown(value)} is not supported{why}")
     if (bias := config.get("bias", "none")) != "none":

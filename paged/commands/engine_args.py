@@ -12,7 +12,7 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
 from ..options.config import EngineConfig
-from .options import SHORT, SWITCHED_OFF, option_type
+from .options import SHORT, SWITCHED_OFF, is_mapping, option_type
 from .vllm_options import is_switch, value_of
 
 Group = TypeVar("Group", bound="argparse._ActionsContainer")
@@ -85,9 +85,21 @@ def _kind(name: str) -> dict[str, Any]:
     if kind == list[int]:
         return {"type": int, "nargs": "+"}
     if kind == list[str]:
-        return {"type": json.loads}
+        return {"type": json.loads} if is_mapping(EngineConfig, name) else {"nargs": "+", "action": _Texts}
     types: dict[Any, Callable[[str], Any]] = {int: int, float: float}
     return {"type": types.get(kind, str)}
+
+
+class _Texts(argparse.Action):
+    """Takes texts, or a list of them in JSON."""
+
+    def __call__(self, _: Any, namespace: Any, values: Any, __: Any = None) -> None:
+        if len(values) == 1 and values[0].startswith("["):
+            try:
+                values = json.loads(values[0])
+            except ValueError as error:
+                raise argparse.ArgumentError(self, f"{values[0]} is not JSON: {error}") from None
+        setattr(namespace, self.dest, values)
 
 
 def _neutral_kind(name: str, neutral: Neutral) -> dict[str, Any]:

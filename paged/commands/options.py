@@ -135,6 +135,11 @@ def option_type(owner: type[Any], name: str) -> Any:
     return str if get_origin(kind) is typing.Literal else kind
 
 
+def is_mapping(owner: type[Any], name: str) -> bool:
+    """Return whether a field holds values by name."""
+    return any(get_origin(member) is Mapping for member in _members(_described(owner).hints[name]))
+
+
 class _Described(NamedTuple):
     """What a class says of its fields: their types, and their parts of the docstring."""
 

@@ -77,6 +77,8 @@ def _parsed(variable: str, kind: Any, text: str) -> Any:
             raise ConfigError(f"{variable} must be {wanted}, got {shown(text)}") from None
     if kind == list[int]:
         return [_parsed(variable, int, part) for part in text.strip("[]").split(",")]
+    if kind == list[str] and text.startswith("{"):  # an object in JSON, which has commas
+        return [text]
     if kind == list[str] and not text.startswith("["):
         return [part.strip() for part in text.split(",")]
     if kind == list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..base.errors import RequestError
-from ..base.validation import shown
+from ..base.validation import check_int, shown
 from ..options.lora_request import LoRARequest
 
 
@@ -59,7 +59,8 @@ class LoadedAdapters:
         return known
 
     def remove(self, lora_int_id: int) -> LoRARequest | None:
-        """Forget an adapter. Return it; None if it is not here."""
+        """Forget an adapter. Return it; None if it is not here. Raises RequestError for what is no number."""
+        check_int(RequestError, "lora_id", lora_int_id, 1, 2**63 - 1)
         known = self._of_number(lora_int_id)
         return known and self._by_name.pop(known.lora_name)
 

@@ -123,7 +123,7 @@ class LoraSlots:
     shapes: the shape [rows, columns] of each matrix of the whole model that can be adapted, by its name in
         the decoder.
 
-    Raises ConfigError if no matrix has such a name.
+    Raises ConfigError for a target that names no matrix.
     """
 
     def __init__(
@@ -137,10 +137,16 @@ class LoraSlots:
         whole: Decoder | None = None,
     ) -> None:
         self.shapes = shapes_of(model if whole is None else whole, targets)
-        if not self.shapes:
-            raise ConfigError(f"lora_target_modules {sorted(targets or ())} names no matrix of the model")
+        names = model.config.tensor_names
+        if wrong := {*(targets or ())} - {end for name in self.shapes for end in _ends(name, names)}:
+            there = {_ends(name, names)[1] for name in shapes_of(whole or model, None)}
+            raise ConfigError(
+                f"lora_target_modules {', '.join(map(repr, sorted(wrong)))} names no matrix of the model, "
+                f"which has {', '.join(sorted(there))}"
+            )
         self.max_rank = max_rank
-        self._names = model.config.tensor_names
+        self._names = names
+        self._largest = torch.finfo(model.dtype).max
         self._layers: list[LoraLayer] = []
         for target in _targets_of(model, targets):
             layer = LoraLayer(target, num_slots, max_rank, model.dtype, device, model.kernels)
@@ -150,6 +156,15 @@ class LoraSlots:
     def check(self, adapter: LoraAdapter) -> None:
         """Raise CheckpointError if an adapter does not fit the model or its slots."""
         check_adapter(adapter, self.shapes, self.max_rank, self._names)
+        for name, part in adapter.parts.items():
+            largest = max(float(each.abs().max()) for each in part)
+            if largest > self._largest:
+                stored = self._names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
+                raise CheckpointError(
+                    f"{adapter.directory}: {stored} is adapted by matrices of shapes "
+                    f"{list(part.a.shape)} and {list(part.b.shape)}, which with their scale reach "
+                    f"{largest:g}; the largest number of the engine's dtype is {self._largest:g}"
+                )
 
     def set(self, slot: int, adapter: Mapping[str, LoraPart]) -> None:
         """Write an adapter into a slot. It replaces the adapter that was there. Parts of other layers are
@@ -212,8 +227,7 @@ def _targets_of(model: Decoder, targets: Collection[str] | None) -> Iterator[_Ta
     names = model.config.tensor_names
 
     def is_target(name: str) -> bool:
-        stored = names.in_checkpoint(f"{name}.weight").split(".")[-2]
-        return targets is None or name.rpartition(".")[2] in targets or stored in targets
+        return targets is None or not {*targets}.isdisjoint(_ends(name, names))
 
     for linear in adaptable(model):
         places = _places(linear.stored)
@@ -223,6 +237,11 @@ def _targets_of(model: Decoder, targets: Collection[str] | None) -> Iterator[_Ta
     if EXPERTS in (targets or ()):
         for linears in _of_experts(model):
             yield _Target(linears, _places(linears[0].stored))
+
+
+def _ends(name: str, names: TensorNames) -> tuple[str, str]:
+    """Return how the name of a matrix ends in the decoder, and in the checkpoint."""
+    return name.rpartition(".")[2], names.in_checkpoint(f"{name}.weight").split(".")[-2]
 
 
 def shapes_of(model: Decoder, targets: Collection[str] | None) -> dict[str, tuple[int, int]]:

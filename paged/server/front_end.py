@@ -152,11 +152,13 @@ class FrontEnd:
 
     def name_of(self, call: Call) -> str:
         """Return the name of the model for the response to a call: that of its adapter, if it has one."""
-        return call.model if call.model in self.adapters else self.names[0]
+        return self.names[0] if call.adapter is None else call.adapter.lora_name
 
-    def adapter_of(self, call: Call) -> LoRARequest | None:
-        """Return the adapter that a call names as its model; None if it names the model itself."""
-        return None if call.model is None else self.adapters.get(call.model)
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """Return the adapter of a name that `check_model` accepts; None for a name of the model itself."""
+        if name is None or name in self.names:
+            return None
+        return self.adapters.get(name) or self.adapters.get(name.removesuffix(LATEST_TAG))
 
     async def load_adapter(self, call: LoadAdapterCall) -> None:
         """Have all engines read an adapter. From then on requests choose it by its name.
@@ -204,6 +206,13 @@ class FrontEnd:
         names = self.names_for(key)
         if name is not None and name not in names:
             name = name.removesuffix(LATEST_TAG)
+        if name is None and names and not {*names} & {*self.names}:
+            raise HttpError(
+                404,
+                f"a model must be named: this key is for {', '.join(map(repr, names))}",
+                param="model",
+                code="model_not_found",
+            )
         if not names or (name is not None and name not in names):
             there = f"this server has {', '.join(map(repr, names))}" if names else "none is for this key"
             raise HttpError(
@@ -269,6 +278,7 @@ class FrontEnd:
         assert isinstance(call, kind)
         call.load_s = exchange.load_s
         self.check_model(call.model, exchange.key)
+        call.adapter = self.adapter_of(call.model)  # now, as it may be unloaded while the prompt is prepared
         if call.is_queued:
             self._check_queue()
         if exchange.key is not None:

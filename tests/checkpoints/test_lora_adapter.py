@@ -2,17 +2,19 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from paged.architectures.hf_config import read_config
 from paged.base.errors import PagedError
 from paged.checkpoints.adapter_files import read_adapter
 from paged.checkpoints.gguf.adapter import read_gguf_adapter
-from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ
+from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ, _matching
 from paged.kernels.backend import load_kernels
 from paged.model.decoder import Decoder
 from paged.model.layers.linear import Linear
@@ -67,6 +69,21 @@ def test_every_key_of_peft_is_read_neutral_or_refused(folder, tmp_path):
         found = read_adapter(str(tmp_path), model)
         for name, part in plain.parts.items():
             assert torch.equal(part.b, found.parts[name].b), key
+
+
+def test_patterns_match_the_names_that_they_match_in_peft():
+    patterns = ("", "q_proj", "^q_proj", "^model.layers.0.q_proj", r"layers\.1\..*", "k|q", ".*", "1.q_proj")
+    for pattern in patterns:
+        for module in (
+            "q_proj",
+            "model.layers.0.q_proj",
+            "model.layers.1.q_proj",
+            "model.layers.11.q_proj",
+            "q",
+        ):
+            numbers = {pattern: 5, "nowhere": 6}
+            expected = numbers.get(get_pattern_key(numbers, module), 4)
+            assert _matching(numbers, module, Path(), 4) == expected, (pattern, module)
 
 
 # Models whose rows llama.cpp has in another order: alternating halves, by part, value heads; factors.

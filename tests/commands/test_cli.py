@@ -598,11 +598,24 @@ def test_wrong_flags(run, argv, message):
     assert message in run.refused(*argv, code=1 if "No such file" in message else 2)
 
 
-def test_the_address_of_ray_may_be_left_out():
+def test_options_may_have_no_value_or_several():
     for given, read in (
         (["serve", "m", "--ray"], ["serve", "m", "--ray="]),
         (["serve", "--ray", "--port", "1", "m"], ["serve", "--ray=", "--port", "1", "m"]),
         (["serve", "--ray", "auto", "m"], ["serve", "--ray", "auto", "m"]),
+        (
+            ["serve", "--lora-modules", "a=x", "b=y/z=1", '{"name": "c"}', "m", "d=z"],
+            [
+                "serve",
+                *(x for m in ("a=x", "b=y/z=1", '{"name": "c"}') for x in (cli.LORA_MODULES, m)),
+                "m",
+                "d=z",
+            ],
+        ),
+        (
+            ["serve", "--lora-modules", "a=x", "--seed", "1"],
+            ["serve", "--lora-modules", "a=x", "--seed", "1"],
+        ),
         ([], []),
     ):
         assert cli._spelled_out(given) == read

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged import AsyncLLMEngine, ConfigError, LoRARequest, RequestError, SamplingParams, UsageError
+from paged.base.errors import UnknownArgumentError
 from tests.support.checkpoints import CONFIGS, checkpoint, edit_json, new_engine, ragged_prompts, random_model
 from tests.support.gguf_adapters import write_adapter
 from tests.support.gguf_models import write_model
@@ -279,8 +280,10 @@ WRONG = {
     "type": ({"peft_type": "IA3"}, None, "peft_type 'IA3' is not supported"),
     "start": ({"init_lora_weights": "pissa"}, None, "init_lora_weights 'pissa'"),
     "unknown": ({"new_method": "x"}, None, "new_method 'x' is not supported"),
+    "zero": ({"new_method": 0}, None, "new_method 0 is not supported"),
     "rank": ({"r": 0}, None, "r must be an int of at least 1, got 0"),
     "alpha": ({"lora_alpha": "much"}, None, "lora_alpha must be"),
+    "large alpha": ({"lora_alpha": 1e300}, None, "lora_B.* has numbers that are not finite once"),
     "pattern": ({"rank_pattern": {"(": 2}}, None, "'\\(' is no regular expression"),
     "other rank": ({"r": 77, "rank_pattern": {}}, None, "must both have the rank 77"),
     "nan": ({}, lambda t: first(t, lambda x: x * torch.nan), "not finite"),
@@ -337,6 +340,9 @@ def test_what_is_no_adapter_is_named(folder, tmp_path, engine):
         (LoRARequest("p", 60, str(pickled)), "is a pickle"),
         (LoRARequest("n", 61, str(tmp_path / "nothing" / "here")), "no such directory"),
         (LoRARequest("e", 62, str(tmp_path)), "adapter_config.json and adapter_model.safetensors"),
+        (LoRARequest("f", 63, __file__), "is a file; give the directory that holds adapter_config.json"),
+        (LoRARequest("l", 64, "l" * 5000), "l cannot be read: File name too long"),
+        (LoRARequest("h", 65, "~nobody-of-this-name/x"), "x cannot be read: "),
         ("sql", "lora_request must be a LoRARequest, got 'sql'"),
     ]
     for own, message in cases:
@@ -351,6 +357,9 @@ def test_what_is_no_adapter_is_named(folder, tmp_path, engine):
     ):
         with pytest.raises(RequestError, match="contradicts 'one' with number 70"):
             engine.add_lora(own)
+    for number in ("one", True, 0):
+        with pytest.raises(RequestError, match="lora_id must be"):
+            engine.remove_lora(number)
     assert engine.add_lora(LoRARequest("one", 70, str(other), load_inplace=True))
     assert run(engine, [[1, 2, 3]], LoRARequest("one", 70, str(other))) == [
         by_peft("llama", other, [1, 2, 3], 10)
@@ -358,6 +367,12 @@ def test_what_is_no_adapter_is_named(folder, tmp_path, engine):
     for wrong in ({"lora_name": ""}, {"lora_int_id": 0}, {"lora_int_id": True}, {"lora_path": None}):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             LoRARequest(**{"lora_name": "a", "lora_int_id": 1, "lora_path": "b", **wrong})
+    named = {"lora_name": "a", "lora_int_id": 1, "lora_path": "b"}
+    assert LoRARequest(**named, base_model_name=None) == LoRARequest("a", 1, "b")
+    with pytest.raises(RequestError, match="got base_model_name='x': an adapter is of the engine's model"):
+        LoRARequest(**named, base_model_name="x")
+    with pytest.raises(UnknownArgumentError, match="'lora_pat'; did you mean 'lora_path'"):
+        LoRARequest("a", 1, lora_pat="b")
 
 
 def test_other_weights_under_a_name_share_no_block(folder, tmp_path):
@@ -393,14 +408,23 @@ def test_other_weights_under_a_name_share_no_block(folder, tmp_path):
     asyncio.run(begin())
 
 
+def test_numbers_beyond_the_dtype_of_the_engine_are_refused(folder, tmp_path):
+    path = write(tmp_path, "large", adapter(folder, "llama", 3), lambda t: first(t, lambda x: x * 0 + 7e4))
+    engine = new_engine(checkpoint("llama"), enable_lora=True, max_lora_rank=8, dtype="float16")
+    with pytest.raises(RequestError, match="reach 70000; the largest number of the engine's dtype is 65504"):
+        engine.add_lora(request(path, 1))
+
+
 def test_ranks_and_targets_bound_what_fits(folder):
     path = adapter(folder, "qwen2", 1)
     for options, message in (
         ({"max_lora_rank": 1}, "has rank .*max_lora_rank is 1"),
-        ({"max_lora_rank": 8, "lora_target_modules": ["nowhere_else_q"]}, ""),
+        ({"max_lora_rank": 8, "lora_target_modules": ["q_proj", "nowhere_else_q"]}, ""),
     ):
         if not message:
-            with pytest.raises(ConfigError, match="names no matrix"):
+            with pytest.raises(
+                ConfigError, match="'nowhere_else_q' names no matrix of the model, which has down_proj"
+            ):
                 new_engine(checkpoint("qwen2"), enable_lora=True, **options)
             continue
         with pytest.raises(RequestError, match=message):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from paged.requests.request import SLOW_READER, RequestStatus
+from paged.scheduler.adapters import AdapterSlots
 from paged.scheduler.policies import Priority
 from tests.support.scheduler_cases import added, hash_token, new_request, new_scheduler, scheduled, updated
 
@@ -101,6 +102,26 @@ def test_the_longest_unused_adapter_loses_its_slot():
         [],
         [(2, 1)],
     ]
+
+
+def test_a_free_slot_is_kept_for_the_first_that_waits():
+    slots = AdapterSlots(2, max_passes=4)
+
+    def ranked(adapter, *rank):
+        request = new_request(f"{adapter}", 3, 4, adapter=adapter)
+        request.rank = rank
+        return request
+
+    first = ranked(1, 0, 0)
+    slots.join(first)
+    slots.join(ranked(2, 0, 1))
+    waiting = ranked(3, 1, 2)
+    slots.set_aside(waiting)
+    assert not slots.admits(waiting)
+    slots.leave(first)
+    assert [slots.admits(own) for own in (waiting, ranked(4, 1, 3), ranked(5, 0, 4))] == [True, False, True]
+    # Of an adapter that has a slot, those of lower priority do not pass.
+    assert [slots.admits(ranked(2, priority, 5)) for priority in (0, 1, 2)] == [True, True, False]
 
 
 def test_others_pass_but_not_for_ever():

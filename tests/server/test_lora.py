@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from paged import ConfigError, LoRARequest, RequestError
 from paged.options.lora_request import lora_modules_of
 from paged.server.engine_client import EngineClient
+from paged.server.http.failures import HttpError
 from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.command_line import running
 from tests.support.lora_adapters import ATTENTION, MLP, adapter_of, by_peft
@@ -91,6 +93,42 @@ def test_the_name_of_the_model_chooses_the_adapter(served, paths):
     assert vectors[0] != vectors[1]
 
 
+def test_a_name_may_end_as_ollama_writes_it(served, paths):
+    model, first, _ = paths
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    found = served.post("/v1/completions", model="sql:latest", **body)
+    assert found["model"] == "sql"
+    assert found["choices"][0]["token_ids"] == by_peft(model, first, PROMPT, 8)
+    _, _, card = served.request("GET", "/v1/models/sql:latest")
+    assert json.loads(card)["parent"] == "base"
+
+
+def test_a_key_for_an_adapter_alone_does_not_have_the_model_itself(served):
+    """A body without a name is for the model itself."""
+    key = SimpleNamespace(entry=SimpleNamespace(models=["sql"]))
+    served.front.check_model("sql", key)
+    served.front.check_model(None, None)
+    for name, message in ((None, "a model must be named: this key is for 'sql'"), ("base", "has 'sql'")):
+        with pytest.raises(HttpError, match=message):
+            served.front.check_model(name, key)
+
+
+def test_an_adapter_that_is_unloaded_while_a_request_is_prepared_is_kept_by_it(served, paths, monkeypatch):
+    model, first, _ = paths
+    front = served.front
+    begin, known = front.begin, front.adapters["sql"]
+
+    def unload_and_begin(*args, **given):
+        del front.adapters["sql"]
+        return begin(*args, **given)
+
+    monkeypatch.setattr(front, "begin", unload_and_begin)
+    try:
+        assert tokens(served, "sql") == by_peft(model, first, PROMPT, 8)
+    finally:
+        front.adapters = {"sql": known, **front.adapters}
+
+
 def kill(served):
     """Kill the engine's process. Wait until another one serves."""
     client = served.front.engine
@@ -139,6 +177,8 @@ def test_a_wrong_load_changes_nothing(served, paths, third, tmp_path):
     for status, message, body in (
         (400, "adapter 'x' cannot be used", {"lora_name": "x", "lora_path": str(damaged)}),
         (400, "adapter_config.json", {"lora_name": "x", "lora_path": str(tmp_path)}),
+        (400, "cannot be read", {"lora_name": "x", "lora_path": "x" * 4000}),
+        (400, "cannot be read", {"lora_name": "x", "lora_path": "~nobody-of-this-name/x"}),
         (400, "'sql' is loaded already, from", {"lora_name": "sql", "lora_path": str(second)}),
         (400, "model's own name", {"lora_name": "base", "lora_path": str(second)}),
         (400, "cannot be used", {"lora_name": "sql", "lora_path": str(damaged), "load_inplace": True}),

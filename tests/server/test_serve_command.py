@@ -111,6 +111,10 @@ def test_the_environment():
     found = from_environment(TYPES, {**given, **links, "PAGED_DEBUG": "1", "OTHER": "x"})
     assert found == {"port": 1, "api_key": ["a,b"], "enforce_eager": False}
     assert from_environment(TYPES, {"PAGED_PORT": "tcp://10.0.0.1:8000"}) == {}
+    module = '{"name": "a", "path": "b"}'
+    assert from_environment({"lora_modules": list[str]}, {"PAGED_LORA_MODULES": module}) == {
+        "lora_modules": [module]
+    }
     wrong = [("PORT", "a"), ("ENFORCE_EAGER", "2"), ("PROT", "1"), ("API_KEY", "["), ("API_KEY", "")]
     for name, value in wrong:
         with pytest.raises(PagedError, match=f"PAGED_{name}"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...engine.model_text import ModelText
+    from ...options.lora_request import LoRARequest
     from ...text.tokenizer import Tokenizer
     from .conversation import Conversation
 
@@ -75,6 +76,7 @@ class Call(ABC):
     request_id: the id that the client chose.
     priority, timeout_s: see SamplingParams.
     conversation: the messages of the body; None if it has none.
+    adapter: the LoRA adapter that `model` names, which the server sets; None for the model itself.
     load_s: seconds for which the request has waited until its model was loaded.
     keep_alive: seconds for which the model stays loaded after the request; None as the server says.
     """
@@ -98,6 +100,7 @@ class Call(ABC):
         self.priority: float | None = values.get("priority")
         self.timeout_s: float | None = values.get("timeout_s")
         self.keep_alive: float | None = values.get("keep_alive")
+        self.adapter: LoRARequest | None = None
         self.load_s = 0.0
 
     def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

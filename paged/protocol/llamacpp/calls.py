@@ -57,7 +57,7 @@ _ANSWER = [
     *ignored("xtc_threshold dynatemp_exponent", "XTC and dynamic temperatures are not implemented"),
     *refused("n_cmpl n", "/v1/completions has several samples", 1),
     *refused("n_indent", "it is not implemented", 0),
-    *refused("lora", "LoRA adapters are not supported yet", []),
+    *refused("lora", "a LoRA adapter is chosen by its name as model: see docs/lora.md", []),
     *refused("image_data multimodal_data", f"{MARKED} shows images", []),
 ]
 _PROMPT = FieldTable(

@@ -54,7 +54,7 @@ class AnswerRoute:
         front = self._front
         call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
         self.take(exchange, call)
-        ready = call.immediate(front.names[0])
+        ready = call.immediate(front.name_of(call))
         if ready is not None:
             await exchange.respond_json(200, ready)
             return
@@ -165,10 +165,9 @@ async def _begin(
     part_of = front.begin(exchange, call, engine_ids, params=params[0]).part_of
     generate = front.engine.generate
     tenant = call.tenant
-    adapter = front.adapter_of(call)
     streams = []
     for prompt, own, engine_id in zip(prompts, params, engine_ids, strict=True):
-        stream = generate(prompt, own, engine_id, tenant=tenant, lora_request=adapter)
+        stream = generate(prompt, own, engine_id, tenant=tenant, lora_request=call.adapter)
         stream.part_of = part_of
         stream.on_prompt = front.accepting(exchange, own)
         streams.append(stream)

@@ -49,7 +49,7 @@ def shown_defaults(text: ModelText) -> dict[str, float]:
 
 
 def _model(front: FrontEnd, name: str) -> dict[str, Any]:
-    adapter = front.adapters.get(name)
+    adapter = front.adapter_of(name)
     return {
         "id": name,
         "object": "model",

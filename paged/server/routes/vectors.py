@@ -69,7 +69,7 @@ class EmbeddingRoute:
             tenant=call.tenant,
             timeout_s=timeout_s,
             part_of=record.part_of,
-            lora_request=self._front.adapter_of(call),
+            lora_request=call.adapter,
             on_prompt=self._front.accepting(exchange),
             on_place=record.on_place,
         )
@@ -109,7 +109,7 @@ class ScoreRoute:
                     priority=call.priority or 0.0,
                     tenant=call.tenant,
                     timeout_s=exchange.time_left(call.timeout_s),
-                    lora_request=front.adapter_of(call),
+                    lora_request=call.adapter,
                     on_prompt=front.accepting(exchange),
                     on_place=record.on_place,
                 )
