@@ -158,7 +158,7 @@ def run(case: Case, *, seed: int, enforce_eager: bool) -> Outcome:
 def watch_decodes(engine: LLMEngine) -> list[int]:
     """Return a list that grows with each step of decodes, by how many tokens the step has.
 
-    Where layers keep states, runs of drafts, and the steps that apply them, are no decodes: no graph has them.
+    Where layers keep states, runs of drafts and the steps that apply them are left out: no graph has them.
     """
     decodes: list[int] = []
     launch = engine.runner.launch

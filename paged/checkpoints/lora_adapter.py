@@ -96,8 +96,8 @@ def read_lora_adapter(directory: Path, names: TensorNames) -> LoraAdapter:
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
     if names.factors is None:
         raise CheckpointError(
-            f"{path}: the model's GGUF file has its weights multiplied by factors that it does not tell, and an "
-            "adapter of PEFT needs them; take the model in safetensors, or the adapter as GGUF"
+            f"{path}: the model's GGUF file has its weights multiplied by factors that it does not tell, and "
+            "an adapter of PEFT needs them; take the model in safetensors, or the adapter as GGUF"
         )
     check_file(path, MAX_ADAPTER_BYTES)
     reader = AdapterReader(path, names, (directory / CONFIG).read_bytes())
