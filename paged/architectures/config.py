@@ -63,7 +63,7 @@ class TensorNames:
     ignored_suffixes: the suffixes of tensors that are not parameters.
     factors: pairs of a tensor's name within a layer (as given by `in_decoder`) and its factors. These are
         pairs of a number of rows and the factor by which these rows are multiplied when they are read. For a
-        weight in codes, its scales are multiplied instead.
+        weight in codes, its scales are multiplied instead. None: unknown, as the file has them multiplied.
     stacks: the stacked tensors that a checkpoint may have in place of one tensor for each expert.
     only_stacks: whether error messages name the tensors of experts by their place in a stack.
     """
@@ -73,7 +73,7 @@ class TensorNames:
     parts: tuple[tuple[str, str], ...] = ()
     skipped_prefixes: tuple[str, ...] = ()
     ignored_suffixes: tuple[str, ...] = ROTARY_BUFFERS
-    factors: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
+    factors: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] | None = ()
     stacks: tuple[ExpertStack, ...] = ()
     only_stacks: bool = False
 

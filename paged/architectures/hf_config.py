@@ -195,8 +195,8 @@ def _read(known: Family, hf: Config) -> ModelConfig:
     config = known.read(hf)
     # Gemma's files have both keys; its classes read the second, those of other families the first.
     key = "hidden_activation" if "hidden_activation" in known.defaults else "hidden_act"
-    if hf.get(key) is not None:  # Raises UnsupportedModelError unless it is that of the family
-        parts = (part for layer in config.layers for part in layer.feed_forwards[:1])
+    parts = [part for layer in config.layers for part in layer.feed_forwards[:1]]
+    if parts and hf.get(key) is not None:  # Raises UnsupportedModelError unless it is that of the family
         activation_of(hf, key, tuple({part.activation for part in parts}))
     return config
 

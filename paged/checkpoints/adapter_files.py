@@ -12,11 +12,19 @@ from ..base.errors import CheckpointError, MissingModelError
 from .lora_adapter import CONFIG, MAX_ADAPTER_BYTES, WEIGHTS, LoraAdapter, read_lora_adapter
 from .model_directory import resolve
 
+# Architectures of GGUF files that have weights multiplied by factors, and do not tell these.
+_MULTIPLIED = ("falcon-h1",)
+
 
 def with_names_of_transformers(config: ModelConfig, directory: Path) -> ModelConfig:
     """Return the config of a model in this directory with the tensor names of transformers' checkpoints."""
     hf = read_hf(directory)
-    return replace(config, tensor_names=from_hf(hf).tensor_names) if GGUF_KEY in hf else config
+    if GGUF_KEY not in hf:
+        return config
+    names = from_hf(hf).tensor_names
+    if hf[GGUF_KEY] in _MULTIPLIED:
+        names = replace(names, factors=None)
+    return replace(config, tensor_names=names)
 
 
 def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:

@@ -96,6 +96,11 @@ def read_lora_adapter(directory: Path, model: ModelConfig) -> LoraAdapter:
                 "safe_serialization=True"
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
+    if names.factors is None:
+        raise CheckpointError(
+            f"{path}: the model's GGUF file has its weights multiplied by factors that it does not tell, and "
+            "an adapter of PEFT needs them; take the model in safetensors, or the adapter as GGUF"
+        )
     check_file(path, MAX_ADAPTER_BYTES)
     reader = AdapterReader(path, model, (directory / CONFIG).read_bytes())
     with SafetensorsFile(path) as file:
@@ -377,7 +382,7 @@ def _read(tensor: StoredTensor, num_dims: int) -> Tensor:
 def _with_factors(b: Tensor, own_name: str, names: TensorNames) -> Tensor:
     """Multiply the rows of B by the factors by which the rows of the weight are multiplied."""
     module = own_name.removeprefix(LAYERS).partition(".")[2]
-    runs = dict(names.factors).get(f"{module}.weight", ())
+    runs = dict(names.factors or ()).get(f"{module}.weight", ())
     if sum(count for count, _ in runs) != len(b):  # no factors, or a wrong shape, which is found later
         return b
     return b * torch.cat([torch.full((count, 1), factor) for count, factor in runs])

@@ -95,7 +95,7 @@ class EngineCore:
                         self._in_flight.popleft()
                         advanced = self._update(oldest, output)
             except BaseException as error:
-                self._recover(error)
+                self.recover(error)
                 raise
             if self._logprobs is not None:
                 self._logprobs.decode(self._finished)
@@ -151,7 +151,7 @@ class EngineCore:
             return ()
         return (group for group in self.groups_of(requests) if group.outbox is outbox)
 
-    def _recover(self, error: BaseException) -> None:
+    def recover(self, error: BaseException) -> None:
         """Have all requests that a failed step did not finish computed again.
 
         Raises EngineDeadError if no step can run any more.
@@ -178,7 +178,7 @@ class EngineCore:
             try:
                 self.runner.check()
             except BaseException as error:
-                self._recover(error)
+                self.recover(error)
                 raise
 
     def _update(self, schedule: Schedule, output: StepOutput) -> list[Request]:

@@ -25,6 +25,7 @@ from ..architectures.config import ModelConfig
 from ..architectures.gguf_paths import gguf_files
 from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError, RequestError, UsageError
+from ..base.interrupts import HeldInterrupts
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
@@ -126,8 +127,14 @@ def move_states(core: EngineCore) -> None:
         return
     schedule = Schedule(scheduled_time=core.scheduler.clock())
     core.scheduler.states.take(schedule)
-    if schedule.state_moves:
-        core.runner.execute(schedule)
+    if not schedule.state_moves:
+        return
+    with HeldInterrupts():
+        try:
+            core.runner.execute(schedule)
+        except BaseException as error:
+            core.recover(error)  # a snapshot whose move is lost must not be found
+            raise
 
 
 def fingerprint(

@@ -500,6 +500,14 @@ def test_wrong_values_of_a_family_are_named(kind):
         from_hf(known | SIZES | values)
 
 
+@pytest.mark.parametrize("pattern", ["M*", "**", "M-"])
+def test_patterns_without_some_part_load(pattern):
+    """Without a feed-forward part, too, whose activation config.json names nevertheless."""
+    known = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h"}
+    config = from_hf(known | SIZES | {"hybrid_override_pattern": "*" + pattern * 17 + "*"})
+    assert [len(layer.feed_forwards) for layer in config.layers[1:3]] == [0, int("-" in pattern)]
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Lfm2ForCausalLM"])
 def test_layers_of_unknown_kinds_and_models_without_attention_are_refused(architecture):
     known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}

@@ -10,9 +10,10 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
+from paged.architectures.gguf_paths import GGUF_KEY
 from paged.architectures.hf_config import read_config
 from paged.base.errors import PagedError
-from paged.checkpoints.adapter_files import read_adapter
+from paged.checkpoints.adapter_files import read_adapter, with_names_of_transformers
 from paged.checkpoints.gguf.adapter import read_gguf_adapter
 from paged.checkpoints.lora_adapter import NEUTRAL_OF_PEFT, READ, _matching
 from paged.kernels.backend import load_kernels
@@ -166,6 +167,23 @@ def test_wrong_stacks_are_named(name, stacked, tmp_path):
 
 def renamed(old, new):
     return lambda tensors: {name.replace(old, new): x for name, x in tensors.items()}
+
+
+def test_an_adapter_of_peft_is_refused_where_the_multipliers_of_weights_are_unknown(folder, tmp_path):
+    """GGUF files of Falcon-H1 do not tell them; those of Granite tell theirs."""
+    sizes = read_config(checkpoint("falcon_h1"))
+    path = adapter_of("falcon_h1", folder / "keys", {"r": 3, "target_modules": ["k_proj"]})
+    hf = json.loads((checkpoint("falcon_h1") / "config.json").read_text())
+    for architecture, fails in (("falcon-h1", True), ("granite", False)):
+        (tmp_path / "config.json").write_text(json.dumps({**hf, GGUF_KEY: architecture}))
+        named = with_names_of_transformers(sizes, tmp_path)
+        if fails:
+            with pytest.raises(PagedError, match="factors that it does not tell, and an adapter of PEFT"):
+                read_adapter(str(path), named)
+        else:
+            assert read_adapter(str(path), named).parts
+    file = write_adapter(tmp_path / "adapter.gguf", "falcon_h1", path, 6.0)
+    assert read_adapter(str(file), with_names_of_transformers(sizes, tmp_path)).parts
 
 
 # alpha, metadata and tensors of a GGUF file of a small Llama.

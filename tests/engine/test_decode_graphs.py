@@ -169,6 +169,17 @@ def test_runs_of_drafts_are_graphs_of_as_many_tokens_as_the_longest_run():
 
 
 @needs_stand_in
+def test_decodes_between_runs_are_graphs_where_layers_keep_states():
+    """Runs of drafts, and the steps that apply them to states, are none."""
+    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
+    options = {"cudagraph_capture_sizes": [3], "speculative_config": config}
+    ways: Ways = [{"temperature": 0.0, "num_speculative_tokens": 0}, {"logit_bias": {7: 50.0}}]
+    gpu, engine = compared(Case("lfm2", options, sampled), ways, 6, [[20, 21], [40, 7, 7, 7]])
+    assert gpu.num_replays
+    assert engine.stats().num_accepted_tokens
+
+
+@needs_stand_in
 def test_passes_of_a_draft_model_are_graphs_of_their_own():
     """One draws like its request. The guesses of the other are drawn from logits that are edited."""
     drafts = {"model": str(checkpoint("llama")), "num_speculative_tokens": 3, "adaptive": False}

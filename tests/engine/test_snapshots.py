@@ -79,6 +79,22 @@ def test_a_step_that_fails_leaves_no_snapshot(monkeypatch):
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("use", ["save_prefix", "load_prefix"])
+def test_moves_that_fail_before_a_file_leave_no_snapshot(use, tmp_path, monkeypatch):
+    engine = new_engine(checkpoint("qwen3_5"))
+    answers(engine, SHARED)
+    engine.save_prefix(tmp_path / "saved")
+    engine.add_request("a", SHARED + OWN, GREEDY)
+    engine.step()  # the next one begins with the move of its state
+    engine.abort_request("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "execute", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            getattr(engine, use)(tmp_path / "saved")
+    assert answers(engine, SHARED + OWN)[0] == [alone("qwen3_5", tuple(SHARED + OWN))]
+    engine.scheduler.check()
+
+
 def test_pinned_prefixes_keep_their_states():
     engine = new_engine(checkpoint("qwen3_5"), state_snapshots=2)
     for num_tokens in (48, 60):  # at the end of a block, and behind one

@@ -150,6 +150,10 @@ class SeatedBatches:
                 f"max_model_len {max_model_len} tokens: {8 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
                 f"allocated on {device}; lower either"
             ) from error
+        # Those of a graph's step, which applies no run and is none.
+        self._no_runs: Tensor | None = None
+        if run_numbers is not None:
+            self._no_runs = torch.zeros(self.capacity, 2, dtype=torch.int32, device=device)
         self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
         self._all_rows = torch.arange(self.capacity, device=device)
@@ -369,6 +373,8 @@ class SeatedBatches:
         batch.real_count = out.cu_seqlens_q[num_rows:]
         if self.with_seats:  # of decodes; rows without tokens read and write no state
             batch.seats = out.by_token[SEAT_OF_TOKEN].int()
+        if self._no_runs is not None:
+            batch.runs = self._no_runs[:num_rows]
         if has_adapters and self._adapters is not None:
             batch.adapters = batch.output_adapters = self._adapters[:num_tokens]
         return batch
