@@ -12,7 +12,7 @@ from ..architectures.families.vision import Seen, require_reader, vision_of
 from ..architectures.gguf_paths import GGUF_KEY
 from ..architectures.hf_config import read_hf, read_json
 from ..architectures.towers import ProcessingSpec, VisionSpec
-from ..base.errors import CheckpointError, UnsupportedModelError
+from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..base.validation import check_bool, check_int, check_number, shown
 
 if TYPE_CHECKING:
@@ -74,11 +74,31 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> See
         vision, names = vision_of(hf, model)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    given = {**given, **(config.mm_processor_kwargs or {})}
+    processing = _with_kwargs(config, source, lambda more: processing_of(vision, {**given, **more}, beside))
+    return replace(vision, processing=processing), names
+
+
+def _with_kwargs(
+    config: EngineConfig, source: Path, read: Callable[[Config], ProcessingSpec]
+) -> ProcessingSpec:
+    """Read how images are processed, with the engine's values in place of a file's.
+
+    Raises ConfigError where a file is right without these values; else CheckpointError or
+    UnsupportedModelError, which name the file.
+    """
+    kwargs = config.mm_processor_kwargs or {}
     try:
-        return replace(vision, processing=processing_of(vision, given, beside)), names
+        return read(kwargs)
     except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{source}: {error}") from None
+        wrong = error
+    if kwargs:
+        try:
+            read({})
+        except (CheckpointError, UnsupportedModelError) as error:
+            wrong = error
+        else:
+            raise ConfigError(f"mm_processor_kwargs: {wrong}")
+    raise type(wrong)(f"{source}: {wrong}")
 
 
 def _processor_config(directory: Path) -> tuple[Path, Config, Config]:
