@@ -1,4 +1,4 @@
-"""Random conversations with images: whatever an engine keeps, skips and interrupts, answers have the same bits.
+"""Random conversations with images: answers have the same bits, whatever an engine keeps and interrupts.
 
     python -m tests.conversations                  # 2,000 conversations
     python -m tests.conversations --worlds 100     # 100 engines
@@ -21,7 +21,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -263,7 +263,8 @@ class World:
                 name, question.prompt(self.name), params, priority=priority, lora_request=adapter
             )
         except RequestError as error:
-            assert "can never fit the KV cache" in str(error), error
+            if "can never fit the KV cache" not in str(error):
+                raise
             return
         self.live[name] = question
         self.report.counts["questions"] += 1
@@ -312,7 +313,7 @@ def preempting(rng: random.Random) -> Iterator[None]:
         yield
 
 
-def run_worlds(seeds: range, num_conversations: int = IN_A_WORLD) -> Report:
+def run_worlds(seeds: Sequence[int], num_conversations: int = IN_A_WORLD) -> Report:
     """Run worlds."""
     report = Report()
     for seed in seeds:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 FILE = "preprocessor_config.json"
-OLD_FILE = "processor_config.json"  # transformers 5 writes both in one file
+OLD_FILE = "processor_config.json"  # in which transformers 5 writes both
 NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)  # Pillow's filters
 _FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 MAX_SIZE = 16384
@@ -103,16 +103,14 @@ def _with_kwargs(
 
 def _processor_config(directory: Path) -> tuple[Path, Config, Config]:
     """Return the file that says how images are processed, what it says of them, and what is beside that."""
+    file = directory / OLD_FILE
+    whole = read_json(file) if file.exists() else {}
+    nested = whole.get("image_processor")
+    if isinstance(nested, dict):  # transformers reads this first, too
+        return file, nested, {key: value for key, value in whole.items() if key != "image_processor"}
     file = directory / FILE
     if file.exists():
-        beside = directory / OLD_FILE
-        return file, read_json(file), read_json(beside) if beside.exists() else {}
-    file = directory / OLD_FILE
-    if file.exists():
-        whole = read_json(file)
-        found = whole.get("image_processor")
-        if isinstance(found, dict):
-            return file, found, {key: value for key, value in whole.items() if key != "image_processor"}
+        return file, read_json(file), whole
     raise UnsupportedModelError(f"there is no {FILE} in {directory}, which says how images are resized")
 
 

@@ -99,6 +99,9 @@ def test_every_kind_of_file_becomes_rgb():
     assert (rgb(decode(png(clear))) == 255).all()
     deep = Image.fromarray((np.asarray(grey).astype(np.uint16) << 8) + 77)
     assert np.array_equal(rgb(decode(png(deep)))[:, :, 0], rgb(grey))
+    hidden = int(np.asarray(deep)[0, 0])
+    shown = np.where(np.asarray(deep) == hidden, 255, rgb(grey))
+    assert np.array_equal(rgb(decode(png(deep, transparency=hidden)))[:, :, 0], shown)
     cmyk = colours.convert("CMYK")
     file = png(cmyk, "JPEG")
     assert np.array_equal(rgb(decode(file)), rgb(Image.open(io.BytesIO(file)).convert("RGB")))
@@ -253,8 +256,14 @@ def test_a_model_without_its_processor_sees_nothing(tmp_path):
     whole = {"image_processor": FAMILIES["gemma3"].processor, "image_seq_length": 9}
     edit_json(tmp_path / "processor_config.json", **whole)
     assert with_vision(config, read_config(tmp_path), tmp_path)[0].vision == vision_of("gemma3")
+    edit_json(tmp_path / "preprocessor_config.json", image_mean=[0.5])  # older, as transformers reads them
+    assert with_vision(config, read_config(tmp_path), tmp_path)[0].vision == vision_of("gemma3")
+    edit_json(tmp_path / "processor_config.json", image_processor=None)
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: size 224 x 224"):
+        with_vision(config, read_config(tmp_path), tmp_path)
     only_text = EngineConfig(str(tmp_path), language_model_only=True)
     assert with_vision(only_text, read_config(tmp_path), tmp_path)[1].startswith("language_model_only=True")
+    edit_json(tmp_path / "processor_config.json", **whole)
     edit_json(tmp_path / "config.json", mm_tokens_per_image=8)
     with pytest.raises(
         CheckpointError, match=r"mm_tokens_per_image 8 must be squares .*; language_model_only"
