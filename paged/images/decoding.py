@@ -95,7 +95,7 @@ def in_rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Return a grey image of 16 bits as one of 8, of the upper bits, where Pillow would cut the numbers off."""
+    """Return a grey image of 16 bits as one of 8, of the upper bits. Pillow would cut the numbers off."""
     import numpy as np
 
     numbers = np.asarray(image).astype(np.int64).clip(0, 65535)
