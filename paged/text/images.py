@@ -32,7 +32,7 @@ MOST_DECODING = 2  # images at once, each by a process
 MOST_FILE_BYTES = 64 * 2**20
 DATA = "data:"
 HTTPS = "https:"
-FILE = "file:"
+FILE_URL = "file:"
 
 
 class NamedImage(NamedTuple):
@@ -57,13 +57,13 @@ def is_remote(url: str) -> bool:
 
 def is_file_url(url: str) -> bool:
     """Return whether a URL is that of a file here, which the library and the commands read."""
-    return url[: len(FILE)].lower() == FILE
+    return url[: len(FILE_URL)].lower() == FILE_URL
 
 
 def path_of_url(name: str, url: str) -> str:
     """Return the path in a file: URL. Raises RequestError for one of another machine."""
-    host, _, path = url[len(FILE) :].removeprefix("//").partition("/")
-    if not url[len(FILE) :].startswith("/") or host.lower() not in ("", "localhost") or {*"?#"} & {*path}:
+    host, _, path = url[len(FILE_URL) :].removeprefix("//").partition("/")
+    if not url[len(FILE_URL) :].startswith("/") or host.lower() not in ("", "localhost") or {*"?#"} & {*path}:
         raise RequestError(f"{name} must be a file: URL such as file:///folder/x.png, got {shown(url)}")
     return unquote(f"/{path}")
 
