@@ -109,8 +109,8 @@ class EngineAnswers:
         try:
             self._engine.add_request(request_id, prompt, self._sampling, lora_request=self.lora_request)
         except PagedError as error:
-            # Only these errors go away with a shorter conversation.
-            if error.param == "prompt":
+            # Only these errors go away with a shorter conversation. Those of an image begin with its place.
+            if error.param == "prompt" and not str(error).startswith("messages["):
                 raise CliError(f"{error}; {self._way_out()}") from error
             raise
         return request_id

@@ -198,7 +198,7 @@ class Chat:
         self._interactive = sys.stdin.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: print(HELP),
-            "/reset": lambda _: self._turns.clear(),
+            "/reset": lambda _: self._reset(),
             "/image": self._show,
             "/system": self._set_system,
             "/retry": lambda _: self._retry(),
@@ -286,6 +286,10 @@ class Chat:
 
     # Commands
 
+    def _reset(self) -> None:
+        self._turns.clear()
+        self._images.clear()
+
     def _set_system(self, text: str) -> None:
         self._system = text or None
 
@@ -293,12 +297,13 @@ class Chat:
         """Show an image with the next turn."""
         if not file:
             raise CommandError("/image needs a file")
-        from ..text.images import bytes_of_file, is_remote
+        from ..text.images import bytes_of_file, is_file_url, is_remote, path_of_url
 
         url = file
         if not is_remote(file):
             try:
-                data = bytes_of_file("/image", Path(file).expanduser())
+                path = path_of_url("/image", file) if is_file_url(file) else file
+                data = bytes_of_file("/image", Path(path).expanduser())
             except RequestError as error:
                 raise CommandError(str(error)) from error
             url = f"data:;base64,{base64.b64encode(data).decode()}"

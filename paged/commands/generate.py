@@ -183,12 +183,12 @@ def _stream(
 
 def _with_images(engine: LLMEngine, prompt: str, images: Sequence[str]) -> dict[str, Any]:
     """Return a prompt with images. One that has no place for them has them at its beginning."""
-    from ..text.images import is_remote
+    from ..text.images import is_file_url, is_remote
 
     known = engine.text.images
     if known is not None:
         prompt = known.with_places(prompt, len(images))
-    given = [image if is_remote(image) else Path(image) for image in images]
+    given = [image if is_remote(image) or is_file_url(image) else Path(image) for image in images]
     return {"prompt": prompt, "multi_modal_data": {"image": given}}
 
 

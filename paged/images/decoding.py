@@ -95,9 +95,12 @@ def in_rgb(image: Image.Image) -> Image.Image:
 
 
 def _of_16_bits(image: Image.Image) -> Image.Image:
-    """Return a grey image of 16 bits as one of 8, of the upper bits: Pillow would cut the numbers off."""
+    """Return a grey image of 16 bits as one of 8, of the upper bits. Pillow would cut the numbers off."""
     import numpy as np
 
     numbers = np.asarray(image).astype(np.int64).clip(0, 65535)
-    grey: Image.Image = pillow().fromarray((numbers >> 8).astype(np.uint8))
+    upper = numbers >> 8
+    if "transparency" in image.info:  # the number of the pixels that are transparent
+        upper[numbers == image.info["transparency"]] = 255
+    grey: Image.Image = pillow().fromarray(upper.astype(np.uint8))
     return grey

@@ -12,7 +12,7 @@ from ..architectures.families.vision import Seen, require_reader, vision_of
 from ..architectures.gguf_paths import GGUF_KEY
 from ..architectures.hf_config import read_hf, read_json
 from ..architectures.towers import ProcessingSpec, VisionSpec
-from ..base.errors import CheckpointError, UnsupportedModelError
+from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..base.validation import check_bool, check_int, check_number, shown
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 FILE = "preprocessor_config.json"
-OLD_FILE = "processor_config.json"  # transformers 5 writes both in one file
+OLD_FILE = "processor_config.json"  # in which transformers 5 writes both
 NEAREST, LANCZOS, BILINEAR, BICUBIC, BOX, HAMMING = range(6)  # Pillow's filters
 _FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
 MAX_SIZE = 16384
@@ -74,25 +74,43 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> See
         vision, names = vision_of(hf, model)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    given = {**given, **(config.mm_processor_kwargs or {})}
+    processing = _with_kwargs(config, source, lambda more: processing_of(vision, {**given, **more}, beside))
+    return replace(vision, processing=processing), names
+
+
+def _with_kwargs(
+    config: EngineConfig, source: Path, read: Callable[[Config], ProcessingSpec]
+) -> ProcessingSpec:
+    """Read how images are processed, with the engine's values in place of a file's.
+
+    Raises ConfigError where a file is right without these values; else CheckpointError or
+    UnsupportedModelError, which name the file.
+    """
+    kwargs = config.mm_processor_kwargs or {}
     try:
-        return replace(vision, processing=processing_of(vision, given, beside)), names
+        return read(kwargs)
     except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{source}: {error}") from None
+        wrong = error
+    if kwargs:
+        try:
+            read({})
+        except (CheckpointError, UnsupportedModelError) as error:
+            wrong = error
+        else:
+            raise ConfigError(f"mm_processor_kwargs: {wrong}")
+    raise type(wrong)(f"{source}: {wrong}")
 
 
 def _processor_config(directory: Path) -> tuple[Path, Config, Config]:
     """Return the file that says how images are processed, what it says of them, and what is beside that."""
+    file = directory / OLD_FILE
+    whole = read_json(file) if file.exists() else {}
+    nested = whole.get("image_processor")
+    if isinstance(nested, dict):  # transformers reads this first, too
+        return file, nested, {key: value for key, value in whole.items() if key != "image_processor"}
     file = directory / FILE
     if file.exists():
-        beside = directory / OLD_FILE
-        return file, read_json(file), read_json(beside) if beside.exists() else {}
-    file = directory / OLD_FILE
-    if file.exists():
-        whole = read_json(file)
-        found = whole.get("image_processor")
-        if isinstance(found, dict):
-            return file, found, {key: value for key, value in whole.items() if key != "image_processor"}
+        return file, read_json(file), whole
     raise UnsupportedModelError(f"there is no {FILE} in {directory}, which says how images are resized")
 
 

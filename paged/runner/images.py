@@ -188,9 +188,9 @@ class Images:
 
     def _keep(self, sha256: bytes, embeddings: Tensor) -> None:
         """Keep embeddings, and give up those that were not used for the longest time."""
-        self._num_bytes += embeddings.nbytes - (0 if sha256 not in self._kept else self._kept[sha256].nbytes)
+        assert sha256 not in self._kept, "embeddings that are kept are not computed again"
+        self._num_bytes += embeddings.nbytes
         self._kept[sha256] = embeddings
-        self._kept.move_to_end(sha256)
         while self._num_bytes > self._most_bytes:
             _, gone = self._kept.popitem(last=False)
             self._num_bytes -= gone.nbytes

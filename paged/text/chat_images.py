@@ -8,7 +8,16 @@ from typing import Any
 
 from ..base.errors import RequestError
 from ..base.validation import shown
-from .images import ImagePrompts, NamedImage, bytes_of_data_url, check_url, is_remote
+from .images import (
+    ImagePrompts,
+    NamedImage,
+    bytes_of_data_url,
+    bytes_of_file,
+    check_url,
+    is_file_url,
+    is_remote,
+    path_of_url,
+)
 from .marked_text import substituted
 
 # Stands for an image in contents that are text: in no ordinary text, and no special token.
@@ -100,6 +109,8 @@ def image_of(name: str, part: Mapping[str, Any], fetched: Mapping[str, bytes]) -
     value = part[key]
     if key == "image_url":
         url = _url_of(f"{name}.image_url", value, part.get("detail"))
+        if is_file_url(url):  # of the library: `check_url` refuses them in requests to a server
+            return NamedImage(name, bytes_of_file(url_name, path_of_url(url_name, url)))
         return NamedImage(name, fetched[url] if url in fetched else bytes_of_data_url(url_name, url))
     return NamedImage(name, f"data:;base64,{value}" if key == "base64" else value)
 
@@ -131,6 +142,8 @@ def _check_part(name: str, part: Mapping[str, Any]) -> str:
             raise RequestError(
                 f"{name} has an unknown field {shown(key)}; a part of type {kind!r} has {known}", param=name
             )
+    if not isinstance(part.get("uuid"), str | None):
+        raise RequestError(f"{name}.uuid must be a string, got {shown(part['uuid'])}", param=name)
     return data[0]
 
 
@@ -170,6 +183,8 @@ def written(
             return text
         refusal = None
     except RequestError as error:
+        if error.param == "continue_final_message":  # no other form of the messages helps
+            raise
         refusal = error
     try:
         text = write([_as_text(message) for message in messages])

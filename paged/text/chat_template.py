@@ -338,13 +338,13 @@ def _marked_end(conversation: list[dict[str, Any]]) -> tuple[list[dict[str, Any]
     """Return the conversation with the mark after the last message's text, and that text."""
     *before, last = conversation
     content = last.get("content")
-    if isinstance(content, list) and content:
+    if isinstance(content, list) and content and "text" in content[-1]:
         part = content[-1]
         marked = [*content[:-1], {**part, "text": part["text"] + MARK}]
         return [*before, {**last, "content": marked}], str(part["text"])
     if not isinstance(content, str):
         raise RequestError(
-            "continue_final_message needs a last message that has text to continue",
+            "continue_final_message needs a last message that ends with text to continue",
             param="continue_final_message",
         )
     return [*before, {**last, "content": content + MARK}], content

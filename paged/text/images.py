@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 from ..architectures.towers import VisionSpec
 from ..base.errors import RequestError, ResourceError, reject_unknown
@@ -31,6 +32,7 @@ MOST_DECODING = 2  # images at once, each by a process
 MOST_FILE_BYTES = 64 * 2**20
 DATA = "data:"
 HTTPS = "https:"
+FILE_URL = "file:"
 
 
 class NamedImage(NamedTuple):
@@ -51,6 +53,19 @@ class Parsed(NamedTuple):
 def is_remote(url: str) -> bool:
     """Return whether a URL is that of an image which may be fetched."""
     return url[: len(HTTPS)].lower() == HTTPS
+
+
+def is_file_url(url: str) -> bool:
+    """Return whether a URL is that of a file here, which the library and the commands read."""
+    return url[: len(FILE_URL)].lower() == FILE_URL
+
+
+def path_of_url(name: str, url: str) -> str:
+    """Return the path in a file: URL. Raises RequestError for one of another machine."""
+    host, _, path = url[len(FILE_URL) :].removeprefix("//").partition("/")
+    if not url[len(FILE_URL) :].startswith("/") or host.lower() not in ("", "localhost") or {*"?#"} & {*path}:
+        raise RequestError(f"{name} must be a file: URL such as file:///folder/x.png, got {shown(url)}")
+    return unquote(f"/{path}")
 
 
 def check_url(name: str, url: str) -> None:
@@ -237,6 +252,8 @@ class ImagePrompts:
                     f"{name} is a URL of https:, and nothing is fetched; allowed_media_domains names hosts"
                 )
             return self._decoded(name, self.fetcher.fetch_now({image: name})[image])
+        if isinstance(image, str) and is_file_url(image):
+            return self._decoded(name, bytes_of_file(name, path_of_url(name, image)))
         if isinstance(image, str | os.PathLike):
             return self._decoded(name, bytes_of_file(name, image))
         raise RequestError(
@@ -325,8 +342,10 @@ class ImagePrompts:
             own = left[0]
             whole = own.token_ids
             bare = _bare(whole, self.vision.token_id)
-            if prompt[at : at + len(whole)] == whole or prompt[at : at + len(bare)] == bare:
-                taken = whole if prompt[at : at + len(whole)] == whole else bare
+            # One token may be all of a small image, or stand for it.
+            forms = (whole,) if bare == [marker] else (whole, bare)
+            taken = next((each for each in forms if prompt[at : at + len(each)] == each), None)
+            if taken is not None:
                 ids += taken
                 at += len(taken)
             elif token_id == marker:
@@ -410,6 +429,8 @@ def bytes_of_file(name: str, path: str | os.PathLike[str]) -> bytes:
         if found.st_size > MOST_FILE_BYTES:
             raise RequestError(f"{name} has {found.st_size:,} bytes; at most {MOST_FILE_BYTES:,} are read")
         return file.read_bytes()
+    except RequestError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise RequestError(f"{name}: {shown(str(path))} cannot be read: {reason}") from error

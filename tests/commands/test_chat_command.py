@@ -22,7 +22,9 @@ from paged.architectures.config import DEMO
 from paged.architectures.generation_config import chat_defaults
 from paged.commands import cli, common
 from paged.scheduler.schedule import StepOutput
+from tests.support.checkpoints import new_engine
 from tests.support.command_line import write
+from tests.support.images import picture, png, seeing
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
@@ -368,3 +370,21 @@ def test_keys_of_a_real_terminal():
         os.write(master, b"\x04")
         assert process.wait(timeout=60) == 0
         os.close(master)
+
+
+def test_images_are_shown_with_the_next_turn(run, tmp_path, monkeypatch):
+    """A wrong image costs its turn, and no advice on contexts; /reset takes back what was not shown yet."""
+    wrong, file, talk = tmp_path / "wrong.png", tmp_path / "an image.png", tmp_path / "talk.json"
+    wrong.write_bytes(b"%PDF-1.7")
+    file.write_bytes(png(picture(1)))
+    own = new_engine(seeing("qwen3_vl"), skip_tokenizer_init=False)
+    monkeypatch.setattr(common, "start", lambda _: own)
+    lines = (f"/image {wrong}", "a", f"/image {file}", "/reset", "b", f"/image {file.as_uri()}", "c")
+    _, _, err = run("chat", *GREEDY, typed="\n".join((*lines, f"/save {talk}", "")))
+    no_image = "messages[0].content[0] is no image in PNG, JPEG, WEBP or GIF, or its header is damaged"
+    assert err.splitlines()[-1].endswith(no_image)
+    first, _, second, _ = json.loads(talk.read_text())
+    assert first["content"] == "b"
+    assert [part["type"] for part in second["content"]] == ["image_url", "text"]
+    _, shown, _ = run("generate", "c", "--image", file.as_uri(), *GREEDY)
+    assert shown == run("generate", "c", "--image", str(file), *GREEDY)[1]

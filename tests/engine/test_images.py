@@ -216,7 +216,7 @@ def reading(name: str) -> LLMEngine:
     return new_engine(seeing(name), skip_tokenizer_init=False)
 
 
-def test_text_and_messages_have_the_tokens_of_ids(name, reading):
+def test_text_and_messages_have_the_tokens_of_ids(name, reading, tmp_path):
     """Placeholders in text are written as transformers' processor writes them; parts as the template does."""
     family = FAMILIES[name]
     wide = picture(2, 61, 7)
@@ -241,6 +241,22 @@ def test_text_and_messages_have_the_tokens_of_ids(name, reading):
         seeing_reference(name).written(f"[user]{text}[assistant]", [wide])
     )
     assert output.prompt == f"[user]{text}[assistant]"
+    (tmp_path / "x.png").write_bytes(png(wide))
+    parts[1] = {"type": "image_url", "image_url": (tmp_path / "x.png").as_uri()}
+    (same,) = reading.chat(conversation, greedy(4), use_tqdm=False)
+    assert (same.prompt_token_ids, same.outputs) == (output.prompt_token_ids, output.outputs)
+
+
+def test_a_placeholder_stands_for_a_small_image(name, reading):
+    """Also where an image has one embedding, in tokens as in text; a conversation may name a file."""
+    family = FAMILIES[name]
+    small = picture(1, 5, 5)
+    data = {"multi_modal_data": {"image": [small, small]}}
+    text = f"a{family.written * 2}b"
+    prompts = [{"prompt": text, **data}, {"prompt_token_ids": reading.tokenizer.encode(text), **data}]
+    expected = reading.tokenizer.encode(seeing_reference(name).written(text, [small, small]))
+    outputs = reading.generate(prompts, greedy(1), use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [expected] * 2
 
 
 def test_templates_of_strings_get_placeholders(name, reading):

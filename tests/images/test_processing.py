@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paged import CheckpointError, RequestError
+from paged import CheckpointError, ConfigError, RequestError
 from paged.architectures.hf_config import read_config
 from paged.architectures.towers import VisionSpec
 from paged.base.errors import UnsupportedModelError
@@ -99,6 +99,9 @@ def test_every_kind_of_file_becomes_rgb():
     assert (rgb(decode(png(clear))) == 255).all()
     deep = Image.fromarray((np.asarray(grey).astype(np.uint16) << 8) + 77)
     assert np.array_equal(rgb(decode(png(deep)))[:, :, 0], rgb(grey))
+    hidden = int(np.asarray(deep)[0, 0])
+    shown = np.where(np.asarray(deep) == hidden, 255, rgb(grey))
+    assert np.array_equal(rgb(decode(png(deep, transparency=hidden)))[:, :, 0], shown)
     cmyk = colours.convert("CMYK")
     file = png(cmyk, "JPEG")
     assert np.array_equal(rgb(decode(file)), rgb(Image.open(io.BytesIO(file)).convert("RGB")))
@@ -176,10 +179,11 @@ def test_files_are_decoded_in_a_process_of_their_own(tmp_path):
     prompts = ImagePrompts(vision, None, 4)
     image = picture(5, 70, 45)
     expected = resizing_of(vision).apply(image)
-    path = tmp_path / "image.png"
+    path = tmp_path / "an image.png"
     path.write_bytes(png(image))
     marker = prompts.placeholder_id
-    given = [png(image), path, str(path), image, np.asarray(image)]
+    urls = [path.as_uri(), f"FILE://localhost{path}", f"file:{path}"]
+    given = [png(image), path, str(path), *urls, image, np.asarray(image)]
     for each in given:
         (found,) = prompts.parse([marker], [NamedImage("it", each)]).images
         assert (found.height, found.width, found.pixels) == (*expected.size, expected.data)
@@ -187,6 +191,9 @@ def test_files_are_decoded_in_a_process_of_their_own(tmp_path):
         (png(image)[:-40], "it is a damaged PNG"),
         (tmp_path / "none.png", r"it: '.*none\.png' cannot be read: No such file"),
         (b"GIF89a", "it is no image in PNG"),
+        (tmp_path, r"^it: '[^']*' is no regular file$"),
+        ("file://elsewhere/x.png", "^it must be a file: URL such as file:///folder/x.png, got"),
+        ("file:x.png", "^it must be a file: URL such as"),
         (5, "it must be an image of Pillow or numpy, a path, or the bytes of a file, got 5"),
         (
             np.zeros((4, 4, 2), np.uint8),
@@ -249,13 +256,46 @@ def test_a_model_without_its_processor_sees_nothing(tmp_path):
     whole = {"image_processor": FAMILIES["gemma3"].processor, "image_seq_length": 9}
     edit_json(tmp_path / "processor_config.json", **whole)
     assert with_vision(config, read_config(tmp_path), tmp_path)[0].vision == vision_of("gemma3")
+    edit_json(tmp_path / "preprocessor_config.json", image_mean=[0.5])  # older, as transformers reads them
+    assert with_vision(config, read_config(tmp_path), tmp_path)[0].vision == vision_of("gemma3")
+    edit_json(tmp_path / "processor_config.json", image_processor=None)
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: size 224 x 224"):
+        with_vision(config, read_config(tmp_path), tmp_path)
     only_text = EngineConfig(str(tmp_path), language_model_only=True)
     assert with_vision(only_text, read_config(tmp_path), tmp_path)[1].startswith("language_model_only=True")
+    edit_json(tmp_path / "processor_config.json", **whole)
     edit_json(tmp_path / "config.json", mm_tokens_per_image=8)
     with pytest.raises(
         CheckpointError, match=r"mm_tokens_per_image 8 must be squares .*; language_model_only"
     ):
         with_vision(config, read_config(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("mistral3", {"unknown": 3}, "^mm_processor_kwargs: unknown 3 is not supported; known are"),
+        ("gemma3", {"do_pan_and_scan": True}, "^mm_processor_kwargs: do_pan_and_scan true"),
+        ("qwen3_vl", {"max_pixels": 1}, "^mm_processor_kwargs: size has at least 300 pixels and at most 1"),
+        ("qwen3_vl", {"images_kwargs": {"max_pixels": 900}}, "^mm_processor_kwargs: images_kwargs"),
+    ],
+)
+def test_values_of_the_engine_are_its_errors(name, kwargs, message, tmp_path):
+    """A model does not see less because of a wrong value, and a file is wrong only by itself."""
+    directory = seeing(name)
+    config = EngineConfig(str(directory), mm_processor_kwargs=kwargs)
+    with pytest.raises(ConfigError, match=message):
+        with_vision(config, read_config(directory), directory)
+    for file in ("config.json", "preprocessor_config.json"):
+        (tmp_path / file).write_bytes((directory / file).read_bytes())
+    edit_json(tmp_path / "preprocessor_config.json", image_mean=[0.5])
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json: image_mean must be a number"):
+        with_vision(config, read_config(tmp_path), tmp_path)
+    right = EngineConfig(str(tmp_path), mm_processor_kwargs={"image_mean": 0.25})
+    model, _ = with_vision(right, read_config(tmp_path), tmp_path)
+    assert model.vision is not None
+    assert model.vision.processing is not None
+    assert model.vision.processing.mean == (0.25, 0.25, 0.25)
 
 
 def test_pillow_is_named_where_it_is_missing(monkeypatch):

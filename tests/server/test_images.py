@@ -141,6 +141,7 @@ WRONG: list[tuple[Any, str]] = [
     (image(URL[: URL.index(",") + 1 + 400]), r"messages\[0\]\.content\[1\] is a damaged PNG"),
     (image(detail="huge"), "detail must be one of 'auto', 'low', 'high', 'original', got 'huge'"),
     ({**image(), "text": "x"}, "must have one image, got image_url and text"),
+    ({**image(), "uuid": 5}, "uuid must be a string, got 5"),
     ({"type": "image_url"}, "must have one image, got none"),
     ({"type": "image_url", "image_url": {}}, "must be a URL or an object with a url"),
     ({**image(), "place": "x"}, "has an unknown field 'place'"),
@@ -208,6 +209,9 @@ WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
         r"input\[0\]\.content\[1\]\.image_url must be a data: URL .* one of https:",
     ),
     (responses(input_image("http://a.b/x")), r"input\[0\]\.content\[1\]\.image_url must be .* one of http:"),
+    (responses(input_image("file:///etc/passwd")), r"content\[1\]\.image_url must be .* one of file:"),
+    (anthropic(block(type="url", url="file:///etc/passwd")), r"source\.url must be .* one of file:"),
+    (ollama("file:///etc/passwd"), "is not base64"),
     (responses(input_image("data:;base64,A*")), r"input\[0\]\.content\[1\]\.image_url is not base64"),
     (responses(input_image(f"data:;base64,{PDF}")), rf"input\[0\]\.content\[1\] {NO_IMAGE}"),
     (responses(input_image(f"data:;base64,{CUT}")), r"input\[0\]\.content\[1\] is a damaged PNG"),
@@ -279,6 +283,13 @@ def test_malformed_bodies_are_one_error_each(served):
     report = run_parts(served, range(60))
     assert report.findings == {}, "python -m tests.images_fuzz --part SEED"
     assert sum(count for outcome, count in report.outcomes.items() if outcome.startswith("400")) > 30
+
+
+def test_no_answer_goes_on_behind_an_image(served):
+    status, body = chat(served, image(), continue_final_message=True, add_generation_prompt=False)
+    assert status == 400
+    assert "continue_final_message needs a last message that ends with text" in body["error"]["message"]
+    assert body["error"]["param"] == "continue_final_message"
 
 
 def test_only_users_send_images(served):

@@ -81,7 +81,7 @@ COMMON_FIELDS = [
     KEEP_ALIVE,
     *ignored("safety_identifier", "user names the tenant"),
     *ignored("session_id", "requests with common prefixes share blocks by themselves"),
-    *refused("mm_processor_kwargs media_io_kwargs", "this version takes text and token ids alone", {}),
+    *refused("mm_processor_kwargs media_io_kwargs", "images are read as the engine's options say", {}),
     *refused("lora_request", "a LoRA adapter is chosen by its name as model: see docs/lora.md"),
 ]
 UNSTORED_FIELDS = [*ignored("metadata store", "nothing is stored")]
