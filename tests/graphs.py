@@ -48,7 +48,7 @@ STAGED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "lfm2": {},
 }
-HYBRIDS = ("qwen3_5", "qwen3_next", "lfm2")  # which get no drafts yet
+DRAFTED = ("qwen3_5", "lfm2", "falcon_h1")  # whose states see a token once it is known
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "attention_backend": "triton",
@@ -105,7 +105,7 @@ def drawn_case(seed: int) -> Case:
     }
     if rng.random() < 0.3 and model not in QUANTISED:
         options["quantization"] = "int8"  # int4 needs rows of 32
-    if rng.random() < 0.4 and not model.startswith(HYBRIDS):
+    if rng.random() < 0.4:
         options["speculative_config"] = DRAFTS
     return Case(f"seed {seed}", model, options, drawn_requests(rng, fields()))
 
@@ -118,8 +118,9 @@ def all_cases() -> list[Case]:
     kinds: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in (*CONFIGS, *QUANTISED)]
     kinds += [("llama", {"kv_cache_dtype": cache}) for cache in CACHES[1:]]
     kinds += [("qwen3", {"quantization": "int8"}), ("demo", {"quantization": "int4"})]
+    kinds += [(model, {"speculative_config": DRAFTS}) for model in DRAFTED]
     for number, (model, options) in enumerate(kinds):
-        name = " ".join([model, *options.values()])
+        name = " ".join([model, *("drafts" if value is DRAFTS else value for value in options.values())])
         cases.append(Case(name, model, options, drawn_requests(random.Random(number), fields())))
     for number, (model, options) in enumerate(STAGED.items()):
         requests = drawn_requests(random.Random(number), fields())
@@ -157,12 +158,18 @@ def run(case: Case, *, seed: int, enforce_eager: bool) -> Outcome:
 
 
 def watch_decodes(engine: LLMEngine) -> list[int]:
-    """Return a list that grows with each step of decodes, by how many tokens the step has."""
+    """Return a list that grows with each step that has a graph, by how many tokens the step has.
+
+    These are decodes and, but for models with states, runs of drafts.
+    """
     decodes: list[int] = []
     launch = engine.runner.launch
+    has_states = bool(engine.runner.model_config.states)
 
     def watched(plan: Any) -> Any:
         computed = plan.computed
+        if has_states and (computed.num_drafting or computed.unapplied):
+            return launch(plan)
         if computed.seats and not computed.asked and len(computed.sampled) == sum(computed.counts):
             decodes.append(len(computed.sampled))
         return launch(plan)

@@ -151,6 +151,9 @@ class SeatedBatches:
                 f"allocated on {device}; lower either"
             ) from error
         self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
+        self._no_runs: Tensor | None = None  # `Batch.runs` of a graph's step: it has none
+        if run_numbers is not None:
+            self._no_runs = torch.zeros(self.capacity, 2, dtype=torch.int32, device=device)
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
         self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
@@ -369,6 +372,7 @@ class SeatedBatches:
         batch.real_count = out.cu_seqlens_q[num_rows:]
         if self.with_seats:  # of decodes; rows without tokens read and write no state
             batch.seats = out.by_token[SEAT_OF_TOKEN].int()
+            batch.runs = None if self._no_runs is None else self._no_runs[:num_rows]
         if has_adapters and self._adapters is not None:
             batch.adapters = batch.output_adapters = self._adapters[:num_tokens]
         return batch
