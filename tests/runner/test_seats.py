@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -174,18 +174,16 @@ def test_only_what_is_new_is_sent():
     assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
 
 
-def padded_step(scheduler: Scheduler, batches: SeatedBatches) -> Any:
-    """Put a step that decodes three requests, padded to five; two have adapters if there are any."""
-    planner = new_planner()
+def padded_step(batches: SeatedBatches, **changes: Any) -> Any:
+    """Put a step that decodes three requests, padded to five. changes: of its plan."""
+    scheduler, planner = cases.new_scheduler(), new_planner()
     batches.padded_sizes = (2, 5)
     cases.added(scheduler, *(cases.new_request(name, 4, 9) for name in "abc"))
     for _ in range(2):
         schedule = cases.scheduled(scheduler)
         upload = Transfers(DEVICE).new_upload()
         plan = planned(planner, schedule)
-        if batches.has_adapters[-1]:
-            plan.adapters = [1, WITHOUT_ADAPTER, 0]
-        step = batches.put(plan, upload)
+        step = batches.put(replace(plan, **changes) if plan.is_decode else plan, upload)
         upload.send()
         batches.unpack(step)
         cases.updated(scheduler, schedule)
@@ -196,7 +194,7 @@ def padded_step(scheduler: Scheduler, batches: SeatedBatches) -> Any:
 def test_a_padded_batch_knows_how_many_of_its_tokens_are_real():
     """So that experts read no weights for the others."""
     batches = new_seated()
-    padded_step(cases.new_scheduler(), batches)
+    padded_step(batches)
     batch = batches.padded_batch(5, 5, is_short=True)
     assert batch.real_count is not None
     assert (batch.real_count.tolist(), batch.queries.seq_lens.tolist()) == ([3], [5, 5, 5, 0, 0])
@@ -204,10 +202,12 @@ def test_a_padded_batch_knows_how_many_of_its_tokens_are_real():
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_a_padded_batch_begins_with_all_that_the_batch_has(rope):
-    """With states, drafts and adapters: what a graph leaves out, no launch in it can read."""
+    """With states, drafts, adapters and images: what a graph leaves out, no launch in it can read."""
     batches = new_seated(rope=rope, split_keys=64, with_seats=True, run_numbers=run_numbers)
     batches.take_adapters()
-    step = padded_step(cases.new_scheduler(), batches)
+    batches.take_rope_offsets()
+    changes = {"adapters": [1, WITHOUT_ADAPTER, 0], "rope_offsets": [-2, 0, 7]}
+    step = padded_step(batches, **changes)
     batch = batches.batch(step)
     padded = batches.padded_batch(5, 5, is_short=True, has_adapters=True)
     for name in (each.name for each in fields(Batch)):
@@ -224,6 +224,10 @@ def test_a_padded_batch_begins_with_all_that_the_batch_has(rope):
     assert padded.adapters.tolist() == [1, -1, 0, -1, -1]
     assert padded.runs.tolist() == [[0, 0]] * 5
     assert padded.seats.tolist()[3:] == [MAX_NUM_SEQS] * 2
+    assert (batch.positions - batch.positions[1]).tolist() == [-2, 0, 7]
+    assert padded.positions.tolist()[3:] == [0, 0]
+    padded_step(batches)
+    assert len({*batches.padded_batch(5, 5, is_short=True).positions.tolist()[:3]}) == 1, "offsets are kept"
 
 
 def test_seats_beyond_memory_are_refused(monkeypatch):
