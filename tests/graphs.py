@@ -48,6 +48,7 @@ STAGED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "lfm2": {"speculative_config": DRAFTS},
 }
+DRAFTED = ("qwen3_5", "lfm2", "falcon_h1")  # whose states see a token once it is known
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "attention_backend": "triton",
@@ -117,8 +118,9 @@ def all_cases() -> list[Case]:
     kinds: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in (*CONFIGS, *QUANTISED)]
     kinds += [("llama", {"kv_cache_dtype": cache}) for cache in CACHES[1:]]
     kinds += [("qwen3", {"quantization": "int8"}), ("demo", {"quantization": "int4"})]
+    kinds += [(model, {"speculative_config": DRAFTS}) for model in DRAFTED]
     for number, (model, options) in enumerate(kinds):
-        name = " ".join([model, *options.values()])
+        name = " ".join([model, *("drafts" if value is DRAFTS else value for value in options.values())])
         cases.append(Case(name, model, options, drawn_requests(random.Random(number), fields())))
     for number, (model, options) in enumerate(STAGED.items()):
         requests = drawn_requests(random.Random(number), fields())
@@ -156,13 +158,13 @@ def run(case: Case, *, seed: int, enforce_eager: bool) -> Outcome:
 
 
 def watch_decodes(engine: LLMEngine) -> list[int]:
-    """Return a list that grows with each step of decodes, by how many tokens the step has.
+    """Return a list that grows with each step that has a graph, by how many tokens the step has.
 
-    Where layers keep states, runs of drafts and the steps that apply them are left out: no graph has them.
+    These are decodes and, but for models with states, runs of drafts.
     """
     decodes: list[int] = []
     launch = engine.runner.launch
-    has_states = bool(engine.model_config.states)
+    has_states = bool(engine.runner.model_config.states)
 
     def watched(plan: Any) -> Any:
         computed = plan.computed

@@ -96,7 +96,7 @@ def read_lora_adapter(directory: Path, model: ModelConfig) -> LoraAdapter:
                 "safe_serialization=True"
             )
         raise MissingModelError(f"{path} does not exist; an adapter has {CONFIG} and {WEIGHTS}")
-    if names.factors is None:
+    if model.tensor_names.factors is None:
         raise CheckpointError(
             f"{path}: the model's GGUF file has its weights multiplied by factors that it does not tell, and "
             "an adapter of PEFT needs them; take the model in safetensors, or the adapter as GGUF"

@@ -113,7 +113,7 @@ class FollowerRunner(PartRunner):
         self._move_states(state_moves)
         self._number = number
         self._stage.expect(number, sum(plan.counts))
-        if self._graphs_of_decodes is not None and not plan.rope_offsets:
+        if self._graphs_of_decodes is not None:
             sent = self._graphs_of_decodes.compute(step)
             if sent is not None:
                 self._stage.send(number, sent)

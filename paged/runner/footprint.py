@@ -180,7 +180,7 @@ class Footprint:
             if sizes is not None and captured:
                 most = captured[-1]
                 own = _bytes_of_step(sizes, most, most) + max_partial_bytes(sizes, self.kernels, most)
-                total += planned_bytes(sizes, captured, own)
+                total += planned_bytes(sizes, self.kernels, captured, own)
         return total
 
     @property

@@ -18,9 +18,9 @@ RESERVE = 128 * 2**20
 # What a driver keeps of each launch of a graph. An assumption, for GPUs that are not there.
 LAUNCH_BYTES = 12 * 1024
 LAUNCHES_OF_LAYER = 10
-# Graphs of a size: greedy and drawn, for contexts of one split and for longer ones. A stage draws outside.
-GRAPHS_OF_SIZE = 4
-GRAPHS_OF_SIZE_IN_STAGE = 2
+LAUNCHES_OF_ADAPTERS = 4  # more of a layer, in graphs of steps with LoRA adapters
+WAYS_AT_START = 2  # greedy and drawn
+WAYS_OF_STAGE = 1  # which draws outside
 
 
 def capture_sizes(config: EngineConfig) -> list[int]:
@@ -52,7 +52,7 @@ def planned_sizes(sizes: Sizes, kernels: Kernels) -> list[int]:
     return capture_sizes(sizes.config) if has_graphs else []
 
 
-def planned_bytes(sizes: Sizes, captured: Sequence[int], num_activations: int) -> int:
+def planned_bytes(sizes: Sizes, kernels: Kernels, captured: Sequence[int], num_activations: int) -> int:
     """Return the bytes that graphs will take, including graphs that are captured later.
 
     captured: a non-empty list from `planned_sizes`. num_activations: bytes of activations of the largest
@@ -61,7 +61,11 @@ def planned_bytes(sizes: Sizes, captured: Sequence[int], num_activations: int) -
     num_tokens = most_graph_tokens(captured, sizes.max_run, sizes.config.num_seats)
     part = sizes.part
     num_layers = len(sizes.model.layers if part is None else part.layers)
-    graphs_of_size = GRAPHS_OF_SIZE if part is None else GRAPHS_OF_SIZE_IN_STAGE
-    launches = graphs_of_size * len(captured) * LAUNCHES_OF_LAYER * num_layers * LAUNCH_BYTES
+    ways = WAYS_AT_START if part is None else WAYS_OF_STAGE
+    lengths = 1 if sizes.max_model_len <= kernels.split_keys else 2
+    of_layer = LAUNCHES_OF_LAYER
+    if sizes.config.enable_lora:  # graphs of steps with adapters as well
+        of_layer += LAUNCHES_OF_LAYER + LAUNCHES_OF_ADAPTERS
+    launches = len(captured) * ways * lengths * of_layer * num_layers * LAUNCH_BYTES
     vocab_size = sizes.model.vocab_size if part is None or part.is_last else 0
     return num_activations + launches + RESERVE + 4 * num_tokens * vocab_size

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from ..base.errors import ResourceError
 from ..device.cuda_graphs import Cost, GraphPool
@@ -122,11 +123,9 @@ class GraphStore(ABC, Generic[G]):
         """
         self.forget()
         self._kv_cache = kv_cache
-        kinds = product(reversed(self.sizes), self._lengths, self._ways, self._batches.has_adapters)
-        keys = [GraphKey(rows, rows, is_short, way, adapters) for rows, is_short, way, adapters in kinds]
 
         def capture() -> None:
-            for key in keys:
+            for key in self._keys_at_start():
                 self._graphs[key] = self._captured(key, is_late=False)
                 if captured is not None:
                     captured()
@@ -135,15 +134,21 @@ class GraphStore(ABC, Generic[G]):
         self._batches.padded_sizes = self.sizes
         return self.cost
 
+    def _keys_at_start(self) -> list[GraphKey]:
+        kinds = product(reversed(self.sizes), self._lengths, self._ways, self._batches.has_adapters)
+        return [GraphKey(rows, rows, is_short, way, adapters) for rows, is_short, way, adapters in kinds]
+
     def capture_for_good(self, kv_cache: KVCache) -> None:
         """Capture the graphs of the start over the engine's own cache, and keep them.
 
         Raises ResourceError if memory does not suffice.
         """
         expected = self.cost.num_bytes
-        with torch.cuda.device(self._device), TrustedContents():
+        num_graphs = len(self._keys_at_start())
+        bar = tqdm(total=num_graphs, desc="Capturing CUDA graphs", unit="graph", delay=1.0)
+        with torch.cuda.device(self._device), TrustedContents(), bar:
             try:
-                cost = self.capture(kv_cache)
+                cost = self.capture(kv_cache, bar.update)
             except torch.OutOfMemoryError as error:
                 raise ResourceError(
                     f"no memory for CUDA graphs of {self.sizes[-1]} decodes beside the KV cache on "

@@ -215,7 +215,7 @@ class ModelRunner(PartRunner):
         self._move_states(state_moves)
         self.sampler.write()
         masks = draw.start_masks()
-        graphs = self.decode_graphs if images is None and not computed.rope_offsets else None
+        graphs = self.decode_graphs if images is None else None
         if graphs is not None and graphs.run(step, draw, masks, download):
             download.send()
             return Pending(self, download, draw, masks)

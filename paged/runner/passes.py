@@ -43,16 +43,16 @@ def new_batches(
         from .states import run_numbers
 
         options["run_numbers"] = run_numbers
-    unpack_step = model.kernels.unpack_step
-    if unpack_step is None:
+    if (unpack_step := model.kernels.unpack_step) is None:
         return HostBatches(sizes.block_size, device, num_kept=num_in_flight, **options)
     from .batches.seats import SeatedBatches
 
     options |= {"max_model_len": sizes.max_model_len, "split_keys": model.kernels.split_keys}
-    options["max_run"] = sizes.max_run
-    batches = SeatedBatches(unpack_step, sizes.block_size, device, **options)
+    batches = SeatedBatches(unpack_step, sizes.block_size, device, max_run=sizes.max_run, **options)
     if sizes.config.enable_lora:
         batches.take_adapters()
+    if config.vision is not None and config.vision.sections is not None:
+        batches.take_rope_offsets()
     return batches
 
 

@@ -5,6 +5,7 @@ On "cuda" these run by `python -m benchmarks.gpu`. CI runs the same tests on its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -61,7 +62,10 @@ MARGIN = 0.05
 
 
 def options_of(place: str) -> dict[str, Any]:
-    return {"device": place, "attention_backend": "triton" if place == "cuda" else "auto"}
+    if place == "cpu":
+        return {"device": place, "attention_backend": "auto"}
+    # Few sizes, as each test starts an engine.
+    return {"device": place, "attention_backend": "triton", "cudagraph_capture_sizes": [1, 4, 16, 64]}
 
 
 @functools.cache
@@ -232,6 +236,8 @@ def test_no_token_depends_on_rounding(what, monkeypatch):
 
 # Waits
 
+PAIR = [[5, 6, 7], [8, 9]]
+
 
 @contextmanager
 def counted_waits() -> Iterator[Callable[[], int]]:
@@ -275,8 +281,12 @@ def waits_of_decodes(num_steps: int, *, runs_ahead: bool = False, **params: Any)
         preemption_mode="recompute",
         num_blocks=64,
         max_model_len=256,
+        cudagraph_capture_sizes=[2],
         async_scheduling=runs_ahead,
     )
+    sampling = SamplingParams(**{"max_tokens": num_steps + 1, "ignore_eos": True, **params})
+    # The first decode may capture its graph, for which it measures memory.
+    generated(engine, PAIR, dataclasses.replace(sampling, max_tokens=2))
     with counted_waits() as count:
 
         def counting(self: ModelRunner, schedule: Schedule) -> Any:
@@ -293,10 +303,9 @@ def waits_of_decodes(num_steps: int, *, runs_ahead: bool = False, **params: Any)
                 found.append(count() - before)
             return pending
 
-        sampling = SamplingParams(**{"max_tokens": num_steps + 1, "ignore_eos": True, **params})
         name, counted = ("launch", counting_launch) if runs_ahead else ("execute", counting)
         with mock.patch.object(ModelRunner, name, counted):
-            generated(engine, [[5, 6, 7], [8, 9]], sampling)
+            generated(engine, PAIR, sampling)
     return found
 
 

@@ -247,9 +247,15 @@ def test_graphs_are_counted(monkeypatch):
     drafting = plans[8].with_options(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     assert drafting.graph_bytes > plans[8].graph_bytes  # runs of four tokens
     stages = [replace(plans[8].sizes, part=ModelPart(layers, 4)) for layers in (range(2), range(2, 4))]
-    first, last = (planned_bytes(each, planned_sizes(each, plans[8].kernels)[:1], 0) for each in stages)
+    kernels = plans[8].kernels
+    of_one = planned_sizes(stages[0], kernels)[:1]
+    first, last = (planned_bytes(each, kernels, of_one, 0) for each in stages)
     assert first == RESERVE + 2 * 2 * 10 * 12 * 1024  # which draws no token
     assert last == first + 4 * 4096
+    short = replace(stages[0], config=replace(stages[0].config, max_model_len=kernels.split_keys))
+    assert planned_bytes(short, kernels, of_one, 0) == RESERVE + (first - RESERVE) // 2  # contexts of a split
+    adapted = replace(stages[0], config=replace(stages[0].config, enable_lora=True))
+    assert planned_bytes(adapted, kernels, of_one, 0) == RESERVE + 2 * 2 * (10 + 14) * 12 * 1024
     shard = replace(plans[8].sizes, part=ModelPart(range(4), 4, Shard(0, 2)))
     assert planned_sizes(shard, plans[8].kernels) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from paged.kernels import seats as steps
 from paged.kernels.gpu.target import in_interpreter
 from paged.kernels.gpu.unpack_step import unpack_step
 from paged.kernels.seats import StepTensors
+from paged.model.batch import Batch
 from paged.requests.prompt_report import PromptReport
+from paged.runner.batches.batches import WITHOUT_ADAPTER
 from paged.runner.batches.host import HostBatches
 from paged.runner.batches.seats import NO_NEW_ENTRIES, SeatedBatches
 from paged.runner.plan import Planner
+from paged.runner.states import run_numbers
 from paged.scheduler.drafts import Drafts
 from paged.scheduler.scheduler import Scheduler
 from tests.support import scheduler_cases as cases
@@ -42,7 +46,7 @@ ROPES: dict[str, dict[str, Any]] = {
 LONG_FROM = {"dynamic": None, "longrope": 30}
 
 
-def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
+def new_seated(num_groups: int = 1, rope: str = "dynamic", **options: Any) -> SeatedBatches:
     return SeatedBatches(
         unpack_step,
         cases.BLOCK_SIZE,
@@ -51,6 +55,7 @@ def new_seated(num_groups: int = 1, rope: str = "dynamic") -> SeatedBatches:
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_LEN,
         **ROPES[rope],
+        **options,
     )
 
 
@@ -169,22 +174,60 @@ def test_only_what_is_new_is_sent():
     assert sent == [(36, 5), (0, 0), (0, 0), (0, 2), (0, 0), (0, 0)]
 
 
-def test_a_padded_batch_knows_how_many_of_its_tokens_are_real():
-    """So that experts read no weights for the others."""
-    scheduler, planner, batches = cases.new_scheduler(), new_planner(), new_seated()
+def padded_step(batches: SeatedBatches, **changes: Any) -> Any:
+    """Put a step that decodes three requests, padded to five. changes: of its plan."""
+    scheduler, planner = cases.new_scheduler(), new_planner()
     batches.padded_sizes = (2, 5)
     cases.added(scheduler, *(cases.new_request(name, 4, 9) for name in "abc"))
     for _ in range(2):
         schedule = cases.scheduled(scheduler)
         upload = Transfers(DEVICE).new_upload()
-        step = batches.put(planned(planner, schedule), upload)
+        plan = planned(planner, schedule)
+        step = batches.put(replace(plan, **changes) if plan.is_decode else plan, upload)
         upload.send()
         batches.unpack(step)
         cases.updated(scheduler, schedule)
     assert step.is_padded
+    return step
+
+
+def test_a_padded_batch_knows_how_many_of_its_tokens_are_real():
+    """So that experts read no weights for the others."""
+    batches = new_seated()
+    padded_step(batches)
     batch = batches.padded_batch(5, 5, is_short=True)
     assert batch.real_count is not None
     assert (batch.real_count.tolist(), batch.queries.seq_lens.tolist()) == ([3], [5, 5, 5, 0, 0])
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_padded_batch_begins_with_all_that_the_batch_has(rope):
+    """With states, drafts, adapters and images: what a graph leaves out, no launch in it can read."""
+    batches = new_seated(rope=rope, split_keys=64, with_seats=True, run_numbers=run_numbers)
+    batches.take_adapters()
+    batches.take_rope_offsets()
+    changes = {"adapters": [1, WITHOUT_ADAPTER, 0], "rope_offsets": [-2, 0, 7]}
+    step = padded_step(batches, **changes)
+    batch = batches.batch(step)
+    padded = batches.padded_batch(5, 5, is_short=True, has_adapters=True)
+    for name in (each.name for each in fields(Batch)):
+        own, more = getattr(batch, name), getattr(padded, name)
+        if isinstance(own, torch.Tensor):
+            assert more[: len(own)].tolist() == own.tolist(), name
+        elif name not in ("slot_mapping", "queries", "output_queries", "num_logits", "real_count"):
+            assert own == more, name
+    queries, more = batch.queries, padded.queries
+    lengths = queries.seq_lens.tolist(), queries.max_seqlen_q, queries.min_seqlen_q, queries.max_seq_len
+    assert (more.seq_lens[:3].tolist(), more.max_seqlen_q, more.min_seqlen_q, more.max_seq_len) == lengths
+    for own, padding in zip(batch.slot_mapping, padded.slot_mapping, strict=True):
+        assert padding.tolist() == [*own.tolist(), -1, -1]
+    assert padded.adapters.tolist() == [1, -1, 0, -1, -1]
+    assert padded.runs.tolist() == [[0, 0]] * 5
+    assert padded.seats.tolist()[3:] == [MAX_NUM_SEQS] * 2
+    assert (batch.positions - batch.positions[1]).tolist() == [-2, 0, 7]
+    assert padded.positions.tolist()[3:] == [0, 0]
+    padded_step(batches)
+    assert len({*batches.padded_batch(5, 5, is_short=True).positions.tolist()[:3]}) == 1, "offsets are kept"
 
 
 def test_seats_beyond_memory_are_refused(monkeypatch):

@@ -150,11 +150,12 @@ class SeatedBatches:
                 f"max_model_len {max_model_len} tokens: {8 * math.prod(shape) / 2**20:,.0f} MiB cannot be "
                 f"allocated on {device}; lower either"
             ) from error
-        # Those of a graph's step, which applies no run and is none.
-        self._no_runs: Tensor | None = None
+        self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
+        self._rope_offsets: Tensor | None = None  # of the tokens of a graph's step
+        self._has_rope_offsets = False  # whether the last of these steps had some
+        self._no_runs: Tensor | None = None  # `Batch.runs` of a graph's step: it has none
         if run_numbers is not None:
             self._no_runs = torch.zeros(self.capacity, 2, dtype=torch.int32, device=device)
-        self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
         self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
@@ -162,6 +163,10 @@ class SeatedBatches:
     def take_adapters(self) -> None:
         """Allow steps to have LoRA adapters."""
         self._adapters = torch.full((self.capacity,), WITHOUT_ADAPTER, dtype=torch.int32, device=self._device)
+
+    def take_rope_offsets(self) -> None:
+        """Allow graphs' steps to rotate tokens by other numbers than their positions."""
+        self._rope_offsets = torch.zeros(self.capacity, dtype=torch.int64, device=self._device)
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
         """Add to the upload what the device needs for the batch of a step."""
@@ -221,11 +226,7 @@ class SeatedBatches:
             runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
             adapters=put_adapters(plan, upload, padded[1] if padded else 0) if plan.adapters else None,
             last_tokens=last_tokens,
-            rope_offsets=(
-                upload.put(np.repeat(plan.rope_offsets, plan.counts), torch.int64)
-                if plan.rope_offsets
-                else None
-            ),
+            rope_offsets=_put_rope_offsets(plan, upload, padded[1] if padded else num_tokens),
         )
 
     def batch(self, step: _Step) -> Batch:
@@ -251,7 +252,7 @@ class SeatedBatches:
         batch.seats = arrived(step.seats)
         batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
         if step.rope_offsets is not None:
-            batch.positions = batch.positions + step.rope_offsets.tensor
+            batch.positions = batch.positions + step.rope_offsets.tensor[:num_tokens]
         if step.adapters is not None:
             by_token, batch.output_adapters = step.adapters.tensors()
             batch.adapters = by_token[:num_tokens]
@@ -265,6 +266,8 @@ class SeatedBatches:
         if self._adapters is not None and step.adapters is not None and step.is_padded:
             slots = step.adapters.by_token.tensor
             self._adapters[: len(slots)].copy_(slots)
+        if self._rope_offsets is not None and step.is_padded:
+            self._write_rope_offsets(step.rope_offsets)
         outputs = step.outputs
         out = step.out
         if out is None:
@@ -285,6 +288,15 @@ class SeatedBatches:
             block_size=self.block_size,
         )
         return out
+
+    def _write_rope_offsets(self, sent: Sent | None) -> None:
+        assert self._rope_offsets is not None
+        if sent is not None:
+            self._has_rope_offsets = True
+            self._rope_offsets[: len(sent.tensor)].copy_(sent.tensor)
+        elif self._has_rope_offsets:
+            self._rope_offsets.zero_()
+            self._has_rope_offsets = False
 
     def places(self, step: _Step) -> SampledPlaces | None:
         """Return seats and positions of a step's sampled rows, once its batch is made; None without any."""
@@ -349,6 +361,8 @@ class SeatedBatches:
             by_token[-1].fill_(1)
         if self._adapters is not None:
             self._adapters[:num_tokens].fill_(WITHOUT_ADAPTER)
+        if self._rope_offsets is not None:
+            self._write_rope_offsets(None)
 
     def padded_batch(
         self, num_rows: int, num_tokens: int, *, is_short: bool, has_adapters: bool = False
@@ -371,10 +385,11 @@ class SeatedBatches:
         rows = self._all_rows[:num_tokens]
         batch = self._batch(out.by_token.unbind(), queries, rows, queries, num_tokens)
         batch.real_count = out.cu_seqlens_q[num_rows:]
+        if self._rope_offsets is not None:
+            batch.positions = batch.positions + self._rope_offsets[:num_tokens]
         if self.with_seats:  # of decodes; rows without tokens read and write no state
             batch.seats = out.by_token[SEAT_OF_TOKEN].int()
-        if self._no_runs is not None:
-            batch.runs = self._no_runs[:num_rows]
+            batch.runs = None if self._no_runs is None else self._no_runs[:num_rows]
         if has_adapters and self._adapters is not None:
             batch.adapters = batch.output_adapters = self._adapters[:num_tokens]
         return batch
@@ -445,6 +460,16 @@ def places_in(out: StepTensors, num_tokens: int) -> SampledPlaces:
     """Return the seats and positions of a step's first num_tokens tokens, if all of them are sampled."""
     by_token = out.by_token
     return SampledPlaces(by_token[SEAT_OF_TOKEN, :num_tokens], by_token[DRAWN_AT, :num_tokens])
+
+
+def _put_rope_offsets(plan: ComputedPart, upload: Upload, num_tokens: int) -> Sent | None:
+    """Add the offset of each token to an upload, padded to so many tokens; see `ComputedPart`."""
+    if not plan.rope_offsets:
+        return None
+    offsets = np.zeros(num_tokens, np.int64)
+    own = np.repeat(plan.rope_offsets, plan.counts)
+    offsets[: len(own)] = own
+    return upload.put(offsets, torch.int64)
 
 
 def _padded(numbers: array[int]) -> array[int]:
