@@ -66,11 +66,20 @@ def params_of(ways: Ways, max_tokens: int, less: int = 2) -> list[SamplingParams
 
 
 def compared(
-    case: Case, ways: Ways, max_tokens: int = 9, prompts: list[list[int]] | None = None, seed: int = 1
+    case: Case,
+    ways: Ways,
+    max_tokens: int = 9,
+    prompts: list[list[int]] | None = None,
+    *,
+    seed: int = 1,
+    less: int = 2,
 ) -> tuple[LateCuda, LLMEngine]:
-    """Assert that a late device gives the tokens of a plain CPU. Return it and its engine."""
+    """Assert that a late device gives the tokens of a plain CPU. Return it and its engine.
+
+    less: see `params_of`.
+    """
     prompts = prompts or [[*range(20 + i, 30 + 4 * i)] for i in range(len(ways))]
-    params = params_of(ways, max_tokens)
+    params = params_of(ways, max_tokens, less)
     with draws_of_a_gpu():
         expected = generated(case.engine(), prompts, params)
     tokens, gpu, engine = on_late_device(case, prompts, params, seed)
@@ -185,7 +194,8 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     drafts = {"model": str(checkpoint("llama")), "num_speculative_tokens": 3, "adaptive": False}
     options = {"speculative_config": drafts, "max_model_len": 64, "cudagraph_capture_sizes": [2]}
     ways: Ways = [{"seed": 1}, {"seed": 2, "logit_bias": {7: 2.0}}]
-    _, engine = compared(Case("llama", options, sampled), ways, 8, [[20, 21, 22] * 3, [7, 8]])
+    # The first is alone for three guesses, of which two are of the same graph.
+    _, engine = compared(Case("llama", options, sampled), ways, 9, [[20, 21, 22] * 3, [7, 8]], less=4)
     of_draft = engine.runner.draft_model.decode_graphs
     # A pass over the last guess and the token behind it, and passes of a token each; with and without edits.
     assert {(key.num_tokens // key.num_rows, key.way) for key in of_draft._late} >= {
