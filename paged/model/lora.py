@@ -138,12 +138,7 @@ class LoraSlots:
     ) -> None:
         self.shapes = shapes_of(model if whole is None else whole, targets)
         names = model.config.tensor_names
-        if wrong := {*(targets or ())} - {end for name in self.shapes for end in _ends(name, names)}:
-            there = {_ends(name, names)[1] for name in shapes_of(whole or model, None)}
-            raise ConfigError(
-                f"lora_target_modules {', '.join(map(repr, sorted(wrong)))} names no matrix of the model, "
-                f"which has {', '.join(sorted(there))}"
-            )
+        _check_targets(model if whole is None else whole, targets, self.shapes)
         self.max_rank = max_rank
         self._names = names
         self._largest = torch.finfo(model.dtype).max
@@ -200,6 +195,26 @@ def check_adapter(
                 f"{list(part.a.shape)} and lora_B of shape {list(part.b.shape)} make "
                 f"{[len(part.b), part.a.shape[1]]}"
             )
+
+
+def _check_targets(model: Decoder, targets: Collection[str] | None, shapes: Collection[str]) -> None:
+    """Raise ConfigError for a target that names none of the matrices that have slots.
+
+    shapes: the names of these matrices.
+    """
+    names = model.config.tensor_names
+    known = {end for name in shapes for end in _ends(name, names)}
+    has_experts = any(True for _ in _of_experts(model))
+    if has_experts:
+        known.add(EXPERTS)
+    if wrong := {*(targets or ())} - known:
+        there = {_ends(name, names)[1] for name in shapes_of(model, None)}
+        if has_experts:
+            there.add(EXPERTS)
+        raise ConfigError(
+            f"lora_target_modules {', '.join(map(repr, sorted(wrong)))} names no matrix of the model, which "
+            f"has {', '.join(sorted(there))}"
+        )
 
 
 def _why_no_slots(name: str, shapes: Collection[str]) -> str:
