@@ -22,7 +22,15 @@ OF_ONE_RANK = frozenset(
     {
         *("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "skip_tokenizer_init"),
         *("scheduling_policy", "tenant_weights", "max_waiting", "max_queued_tokens", "max_preemptions"),
-        *("limit_mm_per_prompt", "allowed_media_domains", "watermark", "long_prefill_token_threshold", "max_num_partial_prefills", "seed", "device"),
+        *(
+            "limit_mm_per_prompt",
+            "allowed_media_domains",
+            "watermark",
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "seed",
+            "device",
+        ),
         "num_threads",
         *("cpu_memory_utilization", "gpu_memory_utilization"),
     }

@@ -121,7 +121,14 @@ class MessageWriter:
     def _repeated(self, part: ComputedPart) -> array[int] | None:
         """Return what has changed since an earlier decode of these seats; None if there is more to tell."""
         moves = part.swap_out or part.swap_in or part.copies or part.state_moves or part.settled
-        if moves or part.images or part.grid_positions or part.towers or len(part.last_tokens) != len(part.seats) or not part.repeats(part.seats):
+        if (
+            moves
+            or part.images
+            or part.grid_positions
+            or part.towers
+            or len(part.last_tokens) != len(part.seats)
+            or not part.repeats(part.seats)
+        ):
             return None
         parts = self._decodes.parts
         at = next((at for at, each in enumerate(parts) if each.seats == part.seats), None)

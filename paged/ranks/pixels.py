@@ -20,7 +20,9 @@ class KeptPixels:
     """The images that steps had last, whose pixels are not sent again. Driver and receivers keep the same."""
 
     def __init__(self) -> None:
-        self._kept = OrderedDict[bytes, tuple[int, bytes]]()  # the size and the pixels; the last one at the end
+        self._kept = OrderedDict[
+            bytes, tuple[int, bytes]
+        ]()  # the size and the pixels; the last one at the end
         self._num_bytes = 0
 
     def missing(self, images: Sequence[PromptImage]) -> list[PromptImage]:

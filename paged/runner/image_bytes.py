@@ -35,7 +35,6 @@ class ImageLists(NamedTuple):
     grid_positions: Sequence[int]
 
 
-
 def images_of(part: ComputedPart) -> list[PromptImage]:
     """Return each image of a step once: those that its tower works on, and those whose embeddings it takes."""
     worked = [] if part.towers is None else part.towers.work

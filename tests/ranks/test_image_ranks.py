@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from paged import LLMEngine
+from paged import EngineConfig, LLMEngine
+from paged.base.errors import DivisionError
+from paged.images.reading import read_seeing
+from paged.model.part import ModelPart
 from paged.ranks import pixels
 from paged.ranks.follower import FollowerRunner
+from paged.ranks.layout import RankLayout
+from paged.runner.footprint import model_sizes
+from paged.runner.load import new_kernels
+from paged.runner.sizes import Sizes
 from tests.engine.test_images import Prompt, completed, given, greedy, preempting, prompts_of
 from tests.support.checkpoints import assert_all_free, new_engine
 from tests.support.images import seeing
@@ -19,7 +27,7 @@ from tests.support.ranks import ranked_engines
 
 # Tokens that see each other; three positions and features of further layers; inputs of layers, in shards; and
 # neither of them.
-MODELS = [("gemma3", 2, 1), ("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma4", 2, 2), ("mistral3", 2, 1)]
+MODELS = [("gemma3", 2, 1), ("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma4", 2, 1), ("mistral3", 2, 2)]
 
 
 @contextmanager
@@ -36,16 +44,35 @@ def followers() -> Iterator[list[FollowerRunner]]:
         yield found
 
 
-def tokens_of(engine: LLMEngine, prompts: list[Prompt]) -> list[list[int]]:
-    """Complete prompts with as many steps in flight as there are stages."""
-    outputs = engine.generate([*map(given, prompts)], greedy(5), use_tqdm=False)
+def tokens_of(engine: LLMEngine, prompts: list[Prompt], *, fails: bool) -> list[list[int]]:
+    """Complete prompts. If `fails`, every fifth of the first steps raises on the driver."""
+    tokens: dict[str, list[int]] = {}
+    run = engine.runner._run
+    calls = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if fails and calls % 5 == 2 and calls < 23:
+            raise ValueError("planted")
+        return run(*args)
+
+    with mock.patch.object(engine.runner, "_run", failing):
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), given(prompt), greedy(5))
+        while engine.has_unfinished_requests():
+            with suppress(ValueError):
+                tokens |= {o.request_id: o.outputs[0].token_ids for o in engine.step()}
     assert_all_free(engine)
-    return [output.outputs[0].token_ids for output in outputs]
+    assert calls > 22 or not fails
+    return [tokens[str(i)] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize(("name", "num_stages", "num_shards"), MODELS, ids=str)
 def test_images_have_the_bits_of_one_process(name, num_stages, num_shards, monkeypatch):
-    """In chunks, beside others, preempted, with layers of the tower in several steps, and pixels sent again."""
+    """In chunks, beside others, preempted, with layers of the tower in several steps, pixels that are sent
+    again, and steps that fail.
+    """
     prompts = prompts_of(name)
     expected = completed(new_engine(seeing(name)), prompts, monkeypatch)
     monkeypatch.setattr(pixels, "MOST_BYTES", 5000)  # two images or three
@@ -64,5 +91,27 @@ def test_images_have_the_bits_of_one_process(name, num_stages, num_shards, monke
         assert all(rank.images.num_parts > 4 for rank in towers)
         engine.reset_prefix_cache()
         engine.runner.num_in_flight = engine.scheduler.num_in_flight = in_flight
-        assert tokens_of(engine, prompts[::-1]) == [result.token_ids for result in expected[::-1]]
+        fails = num_shards == 1  # shards wait for each other within a step
+        assert tokens_of(engine, prompts[::-1], fails=fails) == [r.token_ids for r in expected[::-1]]
     assert max(map(len, worlds[0].sent)) < 4000  # no pixels
+
+
+def test_the_first_stage_alone_has_the_tower_and_the_layers_of_its_features():
+    directory = seeing("qwen3_vl")
+    model = read_seeing(EngineConfig(str(directory)), directory)
+    layout = RankLayout.of(EngineConfig(str(directory), pipeline_parallel_size=2), model)
+    device = torch.device("cpu")
+    found = []
+    for layers in layout.layers:
+        part = ModelPart(layers, model.num_layers)
+        sizes = Sizes(EngineConfig(str(directory)), model, "cpu", "float32", part=part)
+        kernels = new_kernels(sizes, device, checked=False)
+        found.append(model_sizes(sizes, device, directory, kernels).by_part["vision tower"])
+    assert (found[0] > 50_000, found[1]) == (True, 0)
+    with pytest.raises(
+        DivisionError, match="part layer 1 from layer 0, .* adds features of images; .* at 2, 3"
+    ):
+        cut = {"pipeline_parallel_size": 2, "pipeline_layers": [1, 3]}
+        RankLayout.of(EngineConfig(str(directory), **cut), model)
+    with pytest.raises(DivisionError, match="features of images stay .* at most 3 stages"):
+        RankLayout.of(EngineConfig(str(directory), pipeline_parallel_size=4), model)
