@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from ..requests.request import PromptImage
 from ..runner.image_bytes import images_of, with_pixels
@@ -89,13 +88,13 @@ class PixelReceiver:
         if not images:
             return step
         missing = self._kept.missing(images)
-        for image, pixels in zip(missing, self._received([*map(num_bytes, missing)]), strict=True):
-            self._kept.add(image, pixels.numpy().tobytes())
+        if missing:
+            size = sum(map(num_bytes, missing))
+            pixels = self._transport.receive((size,), torch.uint8, self._driver).numpy().tobytes()
+            at = 0
+            for image in missing:
+                self._kept.add(image, pixels[at : at + num_bytes(image)])
+                at += num_bytes(image)
         whole = with_pixels(step, self._kept.pixels())
         self._kept.trim()
         return whole
-
-    def _received(self, sizes: Sequence[int]) -> Sequence[Tensor]:
-        if not sizes:
-            return ()
-        return self._transport.receive((sum(sizes),), torch.uint8, self._driver).split(list(sizes))

@@ -1,4 +1,4 @@
-"""What the images of a step are, as numbers, for the other processes of a model. Pixels are sent separately."""
+"""The images of a step as numbers, for the other processes of a model. Pixels are sent separately."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ImageLists(NamedTuple):
 
 
 def images_of(part: ComputedPart) -> list[PromptImage]:
-    """Return each image of a step once: those that its tower works on, and those whose embeddings it takes."""
+    """Return each image of a step once: those the tower works on, and those whose embeddings it takes."""
     worked = [] if part.towers is None else part.towers.work
     found = chain((each.image for each in worked), (each.image for each in part.images))
     return [*{image.sha256: image for image in found}.values()]
@@ -62,7 +62,7 @@ def image_lists(part: ComputedPart) -> ImageLists:
 def with_images(part: ComputedPart, lists: ImageLists) -> ComputedPart:
     """Return a part with what `image_lists` has found. Its images have no pixels."""
     images = [
-        PromptImage(0, 0, _sha256(numbers), *numbers[_SHA_NUMBERS:], b"")
+        PromptImage(0, 0, _sha256(numbers), numbers[-2], numbers[-1], b"")
         for numbers in _chunks(lists.images, _SHA_NUMBERS + 2)
     ]
     work = [
