@@ -33,7 +33,7 @@ from paged.images.decoding import in_rgb
 from paged.images.processing import patches_of, sha256_of
 from paged.images.reading import read_seeing
 from paged.options.config import EngineConfig
-from tests.support.images import FAMILIES, SeeingReference, picture
+from tests.support.images import FAMILIES, SeeingReference, picture, row_by_row
 
 # Which of FAMILIES an architecture is like.
 LIKE = {
@@ -46,7 +46,7 @@ LIKE = {
 }
 # Width, height and mode: the usual ones, small and large, wide and tall, in colours and in grey.
 DRAWN = (
-    *((640, 480, "RGB"), (480, 640, "RGB"), (224, 224, "RGB"), (1, 1, "RGB"), (61, 7, "RGB")),
+    *((640, 480, "RGB"), (480, 640, "RGB"), (224, 224, "RGB"), (30, 57, "RGB"), (61, 7, "RGB")),
     *((9, 40, "RGB"), (1280, 720, "RGB"), (33, 33, "L"), (300, 1100, "L"), (897, 513, "RGB")),
 )
 QUESTION = "What is this?"
@@ -109,10 +109,8 @@ def _seen(engine: LLMEngine, image: Image.Image, params: SamplingParams) -> Seen
     images: Any = engine.runner.images
     embeddings = {**images._held, **images._kept}[sha256_of(prompts.vision, pixels)]
     hidden = engine.model_config.hidden_size
-    patches = patches_of(prompts.vision, *pixels.size, pixels.data)
-    return Seen(
-        patches, embeddings[:, :hidden].clone(), output.prompt_token_ids, output.outputs[0].token_ids
-    )
+    patches = row_by_row(prompts.vision, patches_of(prompts.vision, *pixels.size, pixels.data), *pixels.size)
+    return Seen(patches, embeddings[:, :hidden].clone(), output.prompt_token_ids, output.outputs[0].token_ids)
 
 
 def reference_of(directory: Path) -> SeeingReference:
@@ -144,7 +142,9 @@ def compare(reference: SeeingReference, image: Image.Image, own: Seen) -> Compar
     hook.remove()
     is_image = torch.tensor(own.prompt_token_ids) == reference.marker
     embeddings = found[0][0][is_image]
-    parting = next((i for i, both in enumerate(zip(tokens, own.token_ids, strict=True)) if len({*both}) > 1), None)
+    parting = next(
+        (i for i, both in enumerate(zip(tokens, own.token_ids, strict=True)) if len({*both}) > 1), None
+    )
     margin = 0.0
     if parting is not None:
         best = logits[parting].topk(2).values
@@ -170,7 +170,9 @@ def compared(directory: Path, pictures: Sequence[Image.Image], max_tokens: int) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print a line for each picture, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("images", nargs="*", type=Path)
     parser.add_argument("--tokens", type=int, default=16, help="of each answer; default: 16")

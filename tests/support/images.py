@@ -46,6 +46,7 @@ from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from paged.architectures.towers import VisionSpec
 from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, gemma4_config, random_model
 
 
@@ -396,6 +397,14 @@ def picture(seed: int, width: int = 30, height: int = 20, mode: str = "RGB") -> 
     noise = rng.integers(0, 30, (height, width, channels), dtype=np.uint8)
     pixels = np.minimum(coarse[rows][:, columns], 220) + noise
     return Image.fromarray(pixels.squeeze(-1) if channels == 1 else pixels, mode)
+
+
+def row_by_row(vision: VisionSpec, patches: Any, height: int, width: int) -> Any:
+    """Return the patches of a resized image, which `patches_of` gives square by square, row by row."""
+    side = vision.projector.side
+    rows, columns = (n // vision.tower.patch_size for n in (height, width))
+    squares = patches.reshape(rows // side, columns // side, side, side, -1)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
 
 
 class SeeingReference:
