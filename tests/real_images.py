@@ -7,7 +7,8 @@
 CHECKPOINT is a directory with a tokenizer, a chat template and preprocessor_config.json. For each picture, a
 line tells whether the patches are the same bits, how far the embeddings are apart that enter the text model,
 and whether a greedy answer has the same tokens. Sums have another order in transformers, so that a token may
-differ where its two best logits are close.
+differ where its two best logits are close. Placeholders are left out of answers: transformers takes them for
+images there.
 
 Exit code 1 if patches differ, or tokens whose two best logits are further apart than the tolerance. Both
 models are loaded one after the other; each takes 4 bytes for each weight.
@@ -92,10 +93,11 @@ class Comparison(NamedTuple):
 
 def seen_by_paged(directory: Path, pictures: Sequence[Image.Image], max_tokens: int) -> list[Seen]:
     """Ask about each picture, and return what the engine has made of it."""
-    context = read_seeing(EngineConfig(str(directory)), directory).max_context
-    limits = {"max_model_len": min(MAX_MODEL_LEN, context), "max_num_seqs": 1}
+    model = read_seeing(EngineConfig(str(directory)), directory)
+    limits = {"max_model_len": min(MAX_MODEL_LEN, model.max_context), "max_num_seqs": 1}
     engine = LLMEngine(str(directory), dtype="float32", device="cpu", **limits)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    bias = {token: -100.0 for token, _ in model.placeholders}
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logit_bias=bias)
     return [_seen(engine, each, params) for each in pictures]
 
 
@@ -125,7 +127,9 @@ def reference_of(directory: Path) -> SeeingReference:
     if isinstance(family.overridden.get("patch_size"), dict):
         told["patch_size"] = dict.fromkeys(("height", "width"), vision.square)
     processor = family.processor_class.from_pretrained(directory, **told)
-    return SeeingReference(family, directory, processor, vision.token_id)
+    reference = SeeingReference(family, directory, processor, vision.token_id)
+    reference.model.generation_config.suppress_tokens = [token for token, _ in model.placeholders]
+    return reference
 
 
 def compare(reference: SeeingReference, image: Image.Image, own: Seen) -> Comparison:
@@ -147,7 +151,8 @@ def compare(reference: SeeingReference, image: Image.Image, own: Seen) -> Compar
     )
     margin = 0.0
     if parting is not None:
-        best = logits[parting].topk(2).values
+        suppressed = reference.model.generation_config.suppress_tokens
+        best = logits[parting].index_fill(0, torch.tensor(suppressed), -torch.inf).topk(2).values
         margin = float(best[0] - best[1])
     theirs = reference.patches(image)
     return Comparison(
