@@ -12,7 +12,7 @@ from ..runner.image_bytes import images_of, with_pixels
 from ..runner.plan import ComputedPart
 from .transport import Transport
 
-MOST_BYTES = 64 * 2**20  # of pixels that a rank keeps, beside those of the current step
+MOST_PIXEL_BYTES = 64 * 2**20  # of pixels that a rank keeps, beside those of the current step
 
 
 class KeptPixels:
@@ -43,7 +43,7 @@ class KeptPixels:
 
     def trim(self) -> None:
         """Give up the images that were used for the longest time ago, down to the limit."""
-        while self._num_bytes > MOST_BYTES:
+        while self._num_bytes > MOST_PIXEL_BYTES:
             _, (size, _) = self._kept.popitem(last=False)
             self._num_bytes -= size
 

@@ -75,7 +75,7 @@ def test_images_have_the_bits_of_one_process(name, num_stages, num_shards, monke
     """
     prompts = prompts_of(name)
     expected = completed(new_engine(seeing(name)), prompts, monkeypatch)
-    monkeypatch.setattr(pixels, "MOST_BYTES", 5000)  # two images or three
+    monkeypatch.setattr(pixels, "MOST_PIXEL_BYTES", 5000)  # two images or three
     with followers() as ranks, ranked_engines(num_stages, num_shards) as worlds:
         engine = new_engine(seeing(name), max_num_batched_tokens=16, block_size=8)
         towers = [rank for rank in ranks if rank.model.tower is not None]
