@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..architectures.config import ModelConfig
 from ..architectures.families.vision import Seen, require_reader, vision_of
 from ..architectures.gguf_paths import GGUF_KEY
-from ..architectures.hf_config import read_hf, read_json
+from ..architectures.hf_config import read_config, read_hf, read_json
 from ..architectures.towers import ProcessingSpec, VisionSpec
 from ..base.errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..base.validation import check_bool, check_int, check_number, shown
@@ -42,6 +42,15 @@ NEUTRAL_KEYS = (
 SHARED = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
 
 
+def read_seeing(config: EngineConfig, directory: Path) -> ModelConfig:
+    """Read config.json, with what the model sees images with, if it does.
+
+    Raises CheckpointError and UnsupportedModelError.
+    """
+    model = read_config(directory)
+    return with_vision(config, model, directory)[0] if model.placeholders else model
+
+
 def with_vision(config: EngineConfig, model: ModelConfig, directory: Path) -> tuple[ModelConfig, str]:
     """Return the model with what it sees images with; and why it sees none, if it does not.
 
@@ -62,8 +71,6 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> See
         raise UnsupportedModelError(f"{model.architecture} is a text model")
     if config.language_model_only:
         raise UnsupportedModelError("language_model_only=True leaves its other parts out")
-    if config.num_ranks > 1:
-        raise UnsupportedModelError("a model in several processes takes text alone so far")
     file = directory / "config.json"
     hf = read_hf(directory)
     if GGUF_KEY in hf:

@@ -64,7 +64,7 @@ class Batch:
     @property
     def is_plain(self) -> bool:
         """Whether the launches of the step depend only on its numbers of tokens."""
-        return self.given is None and self.grid_positions is None
+        return self.given is None and self.grid_positions is None and self.queries.last_keys is None
 
     def forget_given(self) -> None:
         """Remove the embeddings of images, so that the batch can be reused for tokens only."""

@@ -31,6 +31,7 @@ from .transport import Transport
 
 if TYPE_CHECKING:
     from ..runner.stage_graphs import StageGraphs
+    from .pixels import PixelSender
 
 
 class Supervision(Protocol):
@@ -91,6 +92,11 @@ class DriverRunner(ModelRunner):
         self._samplers = [self.new_sampler() for _ in range(self.num_in_flight)]
         self._writer = MessageWriter(self.sizes.block_size, self.num_in_flight)
         self._stage = Stage(self.layout, 0, self.model_config, self.dtype, self._transport)
+        self._pixels: PixelSender | None = None
+        if self.model_config.vision is not None:
+            from .pixels import PixelSender
+
+            self._pixels = PixelSender(self._transport, [r for r in self.layout.ranks_of_stage(0) if r])
         super().allocate(directory, run_step)
 
     def _new_decode_graphs(self) -> StageGraphs | None:
@@ -118,6 +124,8 @@ class DriverRunner(ModelRunner):
         if plan.computed.adapter_loads:
             self._send_adapters(plan.computed)
         self._transport.send_message(self._writer.step(plan.computed))
+        if self._pixels is not None:
+            self._pixels.send(plan.computed)
         if self._supervision is not None:
             self._supervision.on_step(self._writer.number)
         step = RankedStep(self, plan, rows, self._writer.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +14,23 @@ from ..checkpoints.weight_files import find_weight_files
 from ..device.devices import cpu_flags
 from ..options.config import EngineConfig
 
+# How the model is made, and how images become patches.
+CONFIGS = ("config.json", "preprocessor_config.json", "processor_config.json")
 PACKAGES = ("paged", "torch", "numba", "llvmlite", "triton")
 # Options that may differ from rank to rank: what they are about is the driver's, or one machine's.
 OF_ONE_RANK = frozenset(
     {
         *("model", "tokenizer", "revision", "tokenizer_revision", "generation_config", "skip_tokenizer_init"),
         *("scheduling_policy", "tenant_weights", "max_waiting", "max_queued_tokens", "max_preemptions"),
-        *("watermark", "long_prefill_token_threshold", "max_num_partial_prefills", "seed", "device"),
+        *(
+            "limit_mm_per_prompt",
+            "allowed_media_domains",
+            "watermark",
+            "long_prefill_token_threshold",
+            "max_num_partial_prefills",
+            "seed",
+            "device",
+        ),
         "num_threads",
         *("cpu_memory_utilization", "gpu_memory_utilization"),
     }
@@ -55,21 +65,20 @@ def plain_options(config: EngineConfig) -> dict[str, Any]:
         options["speculative_config"] = {f.name: getattr(speculation, f.name) for f in fields(speculation)}
     if not isinstance(config.scheduling_policy, str):
         options["scheduling_policy"] = "fcfs"
-    if isinstance(config.tenant_weights, Mapping):
-        options["tenant_weights"] = dict(config.tenant_weights)
-    if config.pipeline_layers is not None:
-        options["pipeline_layers"] = [*config.pipeline_layers]
-    if config.lora_target_modules is not None:
-        options["lora_target_modules"] = [*config.lora_target_modules]
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            options[name] = dict(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            options[name] = [*value]
     return options
 
 
 def header_hash(directory: Path) -> str:
-    """Return a hash of a checkpoint's config and of the names, sizes and headers of its weight files."""
+    """Return a hash of a checkpoint's configs and of the names, sizes and headers of its weight files."""
     found = hashlib.sha256()
-    config = directory / "config.json"
-    if config.exists():
-        found.update(config.read_bytes())
+    for name in CONFIGS:
+        if (directory / name).exists():
+            found.update((directory / name).read_bytes())
     for file in find_weight_files(directory):
         found.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as opened:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..architectures.config import ModelConfig
 from ..blocks.pool import BlockId
 from ..kernels.checks import TrustedContents
+from ..model.batch import Batch
 from ..model.cache.kv_cache import KVCache
 from ..options.config import EngineConfig
 from ..runner.part_runner import PartRunner, Peers
@@ -27,6 +28,7 @@ from .transport import Transport
 
 if TYPE_CHECKING:
     from ..runner.stage_graphs import StageGraphs
+    from .pixels import PixelReceiver
 
 DRIVER = 0
 
@@ -52,6 +54,11 @@ class FollowerRunner(PartRunner):
         num_groups = len(self.model_config.layer_groups)
         self._reader = MessageReader(self.sizes.block_size, self.num_in_flight, num_groups)
         self._stage = Stage(layout, rank, self.model_config, self.dtype, transport)
+        self._pixels: PixelReceiver | None = None
+        if self.model.tower is not None:
+            from .pixels import PixelReceiver
+
+            self._pixels = PixelReceiver(transport, DRIVER)
         self._reporter = Reporter(self.model.logits, self.model_config.vocab_size, self.model.kernels)
         if self.device.type == "cuda":
             self._reporter.max_rows = min(self._reporter.max_rows, self.sizes.config.num_seats)
@@ -99,6 +106,10 @@ class FollowerRunner(PartRunner):
 
     def _compute(self, plan: ComputedPart, number: int) -> None:
         """Compute this part of a step, and send on what comes out."""
+        if self._pixels is not None:
+            plan = self._pixels.receive(plan)
+        if plan.towers is not None:
+            self.images.work(plan.towers)
         upload = self.transfers.new_upload()
         moves = self.send_moves(plan, upload)
         state_moves = self.send_state_moves(plan, upload)
@@ -108,17 +119,26 @@ class FollowerRunner(PartRunner):
             self._move_states(state_moves)
             return
         step = self.batches.put(plan, upload)
+        has_images = bool(plan.images) or plan.grid_positions is not None
+        images = self.images.put(plan, upload) if has_images else None
         upload.send()
         self._move_blocks(*moves)
         self._move_states(state_moves)
         self._number = number
         self._stage.expect(number, sum(plan.counts))
-        if self._graphs_of_decodes is not None:
+        if self._graphs_of_decodes is not None and images is None:
             sent = self._graphs_of_decodes.compute(step)
             if sent is not None:
                 self._stage.send(number, sent)
                 return
         batch = self.batches.batch(step)
+        if images is not None:
+            self.images.add_to(batch, images)
+        self._compute_batch(batch, plan, number)
+        if images is not None:
+            batch.forget_given()
+
+    def _compute_batch(self, batch: Batch, plan: ComputedPart, number: int) -> None:
         stream = self._stage.receive(number, self.device)
         if not self._part.is_last:
             tensors = compute_part(self.model, self.graphs, batch, self.kv_cache, stream)
@@ -158,6 +178,8 @@ class FollowerRunner(PartRunner):
         Returns the bytes that CUDA graphs will take.
         """
         self.kv_cache = kv_cache
+        if self.model.tower is not None:
+            self.images.rehearse()
         self._do(self._next_message())
         num_bytes = 0 if self._graphs_of_decodes is None else self._graphs_of_decodes.profile(kv_cache)
         del self.kv_cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..architectures.hf_config import read_config
 from ..checkpoints.model_directory import resolve
 from ..device.devices import resolve_device, resolve_dtype, target_of
+from ..images.reading import read_seeing
 from ..model.part import ModelPart, Shard
 from ..options.config import EngineConfig
 from ..runner.load import load_model
@@ -21,7 +21,7 @@ def keep_parts(config: EngineConfig) -> Iterator[Path | None]:
     Raises what loading the weights raises.
     """
     directory = resolve(config.model, config.revision)
-    model = read_config(directory)
+    model = read_seeing(config, directory)
     layout = RankLayout.of(config, model)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)

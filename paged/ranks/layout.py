@@ -88,8 +88,9 @@ def cut_layers(costs: Sequence[int], num_stages: int, joined: Iterable[tuple[int
     if num_stages > len(cuts) - 1:
         raise DivisionError(
             f"pipeline_parallel_size {num_stages}: layers that read the K and V of others stay with them, as "
-            "layers at the end without attention or state stay with the last one that has it, so this model "
-            f"can be cut into at most {len(cuts) - 1} stages"
+            "layers at the end without attention or state stay with the last one that has it, and the first "
+            "layers that add features of images stay with the vision tower, so this model can be cut into at "
+            f"most {len(cuts) - 1} stages"
         )
     total = [0]
     for cost in costs:
@@ -122,7 +123,7 @@ def _layer_costs(model: ModelConfig) -> list[int]:
         for layer in model.layers
     ]
     table = model.vocab_size * hidden
-    costs[0] += table
+    costs[0] += table + (0 if model.vision is None else model.vision.tower.num_params)
     costs[-1] += table
     if model.layer_inputs is not None:
         costs[0] += model.layer_inputs.vocab_size * model.layer_inputs.size * model.num_layers
@@ -131,11 +132,13 @@ def _layer_costs(model: ModelConfig) -> list[int]:
 
 def _joined(model: ModelConfig) -> list[tuple[int, int]]:
     """Return pairs of layers that must be in one stage: each layer that reads K and V of an earlier one with
-    that, and the last layer with the last one that keeps K and V or a state.
+    that, the last layer with the last one that keeps K and V or a state, and the first with those that add
+    features of images, which the first stage alone has.
     """
     readers = [(source, layer) for layer, source in model.kv_sources.items() if source != layer]
     keeping = max(i for i, layer in enumerate(model.layers) if layer.keeps)
-    return [*readers, (keeping, model.num_layers - 1)]
+    features = 0 if model.vision is None else model.vision.num_features
+    return [*readers, (keeping, model.num_layers - 1), *(((0, features - 1),) if features > 1 else ())]
 
 
 def _allowed_cuts(num_layers: int, joined: Iterable[tuple[int, int]]) -> list[int]:
@@ -158,7 +161,8 @@ def _given_layers(
             if source < end <= reader:
                 raise DivisionError(
                     f"pipeline_layers {[*sizes]} part layer {reader} from layer {source}, whose K and V it "
-                    "reads, or behind which no layer keeps any; cuts are possible at "
+                    "reads, behind which no layer keeps any, or with which it adds features of images; cuts "
+                    "are possible at "
                     f"{_listed(_allowed_cuts(num_layers, joined)[1:-1])}"
                 )
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))

@@ -121,7 +121,14 @@ class MessageWriter:
     def _repeated(self, part: ComputedPart) -> array[int] | None:
         """Return what has changed since an earlier decode of these seats; None if there is more to tell."""
         moves = part.swap_out or part.swap_in or part.copies or part.state_moves or part.settled
-        if moves or len(part.last_tokens) != len(part.seats) or not part.repeats(part.seats):
+        if (
+            moves
+            or part.images
+            or part.grid_positions
+            or part.towers
+            or len(part.last_tokens) != len(part.seats)
+            or not part.repeats(part.seats)
+        ):
             return None
         parts = self._decodes.parts
         at = next((at for at, each in enumerate(parts) if each.seats == part.seats), None)
@@ -133,7 +140,7 @@ class MessageWriter:
         again = _again(last, longer, part.last_tokens, rows, part.entries, self._block_size)
         if (part.starts, part.rope_lens, part.changes) != (again.starts, again.rope_lens, again.changes):
             return None
-        if [*part.adapters] != [*again.adapters]:
+        if [*part.adapters] != [*again.adapters] or part.rope_offsets != again.rope_offsets:
             return None
         numbers = array("i", [at, longer, len(rows), *rows])
         for sent in (*part.entries, part.last_tokens):
@@ -211,4 +218,5 @@ def _again(
         sampled_seats=last.sampled_seats,
         last_tokens=last_tokens,
         adapters=last.adapters,
+        rope_offsets=last.rope_offsets,
     )

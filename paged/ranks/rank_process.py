@@ -88,13 +88,13 @@ class RankProcess:
         message_timeout_s: float | None,
     ) -> FollowerRunner:
         """Load this rank's part of the model, and connect to the other ranks."""
-        from ..architectures.hf_config import read_config
+        from ..images.reading import read_seeing
         from .facts import cpu_features, facts_of
         from .follower import FollowerRunner
         from .membership import Membership
         from .transport import GlooTransport
 
-        model_config = read_config(self.directory)
+        model_config = read_seeing(self.config, self.directory)
         layout = RankLayout.of(self.config, model_config)
         transport = GlooTransport(
             layout.num_ranks,

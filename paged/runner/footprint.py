@@ -35,6 +35,7 @@ _PARTS = {
     "head": "output head",
     "mixer": "attention",  # or a state
     "mlp": "feed-forward",
+    "tower": "vision tower",
 }
 _OTHERS = "norms and the rest"
 # What a sampler keeps of each request with penalties: a count and a flag for each token it may draw.

@@ -1,4 +1,4 @@
-"""Images: the embeddings of images in a step, computed by the tower or kept from an earlier step."""
+"""What the images of a step give its tokens: embeddings, and for each token what it sees and rotates by."""
 
 from __future__ import annotations
 
@@ -25,15 +25,50 @@ MOST_PATCHES = 8192  # at once, but for an image that has more
 
 
 class _Step(NamedTuple):
-    """What is sent for the images of a step."""
+    """What is sent for the images of a step.
+
+    rows: where their embeddings go; None in a part of a model that gets none.
+    """
 
     images: Sequence[ImageRows]
-    rows: Sent  # i64, among the step's tokens
+    rows: Sent | None  # i64, among the step's tokens
     last_keys: Sent | None  # i32, of all of them
     grid_positions: Sent | None  # i64[3, num_tokens]
 
 
-class Images:
+class ImagePlaces:
+    """What tokens see and rotate by in steps with images, in a part of a model whose embeddings are made
+    elsewhere.
+    """
+
+    def work(self, steps: TowerSteps) -> None:
+        """Do nothing: another part has the tower."""
+
+    def rehearse(self) -> None:
+        """Do nothing: another part has the tower."""
+
+    def put(self, plan: ComputedPart, upload: Upload) -> _Step:
+        """Add what a step with images needs to the upload. Pixels are sent separately."""
+        keys = None if plan.last_keys is None else upload.put(plan.last_keys, torch.int32)
+        grid = None
+        if plan.grid_positions is not None:
+            grid = upload.put(np.array(plan.grid_positions, np.int64).reshape(3, -1), torch.int64)
+        return _Step(plan.images, None, keys, grid)
+
+    def add_to(self, batch: Batch, step: _Step) -> None:
+        """Add what was put into an upload to the batch of the step, once the upload is sent."""
+        if step.grid_positions is not None:
+            batch.grid_positions = step.grid_positions.tensor
+        if step.last_keys is not None:
+            batch.queries.last_keys = step.last_keys.tensor
+
+
+def new_images(tower: Vit | None, device: torch.device, dtype: torch.dtype, most_bytes: int) -> ImagePlaces:
+    """Return what takes images for a part of a model, with its tower or without one; see `Images`."""
+    return ImagePlaces() if tower is None else Images(tower, device, dtype, most_bytes)
+
+
+class Images(ImagePlaces):
     """Computes the embeddings of images, and caches the most recently used ones by the sha256 of the image.
 
     Embeddings that requests wait for are held in any case: the scheduler says when they are released.
@@ -103,19 +138,14 @@ class Images:
         self.num_computed += 1
 
     def put(self, plan: ComputedPart, upload: Upload) -> _Step:
-        """Add the numbers that the embeddings of a step need to the upload. Pixels are sent separately."""
+        """Add what a step with images needs to the upload. Pixels are sent separately."""
         rows = [row for each in plan.images for row in each.rows]
-        keys = None if plan.last_keys is None else upload.put(plan.last_keys, torch.int32)
-        grid = None
-        if plan.grid_positions is not None:
-            grid = upload.put(np.array(plan.grid_positions, np.int64).reshape(3, -1), torch.int64)
-        return _Step(plan.images, upload.put(rows, torch.int64), keys, grid)
+        return super().put(plan, upload)._replace(rows=upload.put(rows, torch.int64))
 
     def add_to(self, batch: Batch, step: _Step) -> None:
-        """Add the embeddings of images to the batch of a step whose upload was sent."""
-        if step.grid_positions is not None:
-            batch.grid_positions = step.grid_positions.tensor
-        if not step.images:
+        """Add embeddings, too, to the batch of a step whose upload was sent."""
+        super().add_to(batch, step)
+        if not step.images or step.rows is None:
             return
         embeddings = self._embeddings([each.image for each in step.images])
         parts = [
@@ -124,8 +154,6 @@ class Images:
         made, *features = torch.cat(parts).chunk(1 + self._tower.vision.num_features, dim=1)
         batch.given = step.rows.tensor, made
         batch.features = tuple(features)
-        if step.last_keys is not None:
-            batch.queries.last_keys = step.last_keys.tensor
 
     def _embeddings(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         """Return the embeddings of images by their sha256. What is not kept is computed."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .draft_model import DraftCheckpoint, DraftModel
     from .executor import PendingStep
     from .graph_store import GraphStore
-    from .images import Images
     from .stage_graphs import StageGraphs
 
 
@@ -89,15 +88,6 @@ class ModelRunner(PartRunner):
             # No more logits at once than in the step by which memory was measured.
             reporter.max_rows = min(reporter.max_rows, self.sizes.config.num_seats)
         return reporter
-
-    @cached_property
-    def images(self) -> Images:
-        """Computes and caches the embeddings of images."""
-        from .images import Images
-
-        tower = self.model.tower
-        assert tower is not None, "a prompt with images was accepted by a model without a tower"
-        return Images(tower, self.device, self.dtype, self.sizes.image_cache_bytes)
 
     def describe(self) -> str:
         """Describe dtype, device, threads and attention backend in one phrase."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..model.weights.kept import KeepsWeights
     from .draft_model import DraftCheckpoint
     from .fit import RunStep
+    from .images import ImagePlaces
     from .states import StateChanges
     from .step_graphs import StepGraphs  # needs numba
 
@@ -117,6 +119,13 @@ class PartRunner:
         self._peers = peers
         if peers is not None:
             peers.loaded(self.weight_bytes_here)
+
+    @cached_property
+    def images(self) -> ImagePlaces:
+        """Computes and caches the embeddings of images, if the tower is here."""
+        from .images import new_images
+
+        return new_images(self.model.tower, self.device, self.dtype, self.sizes.image_cache_bytes)
 
     @property
     def weight_bytes_here(self) -> int:

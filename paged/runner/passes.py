@@ -122,6 +122,6 @@ def compute_part(
     def tensors(batch: Batch, kv_cache: KVCache) -> tuple[Tensor, ...]:
         return tensors_of(model.compute_part(batch, kv_cache, stream))
 
-    if graphs is None:
+    if graphs is None or not batch.is_plain:
         return tensors(batch, kv_cache)
     return graphs.run(tensors, batch, kv_cache, tensors_of(stream))

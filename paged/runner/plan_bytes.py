@@ -13,14 +13,14 @@ from .plan import ComputedPart, SeatChange
 
 def to_bytes(part: ComputedPart) -> bytes:
     """Encode this part for `from_bytes`."""
-    assert not part.images, "images are computed by one process"
+    of_images = _of_images(part)
     pairs = (part.swap_out, part.swap_in, part.copies, part.state_moves)
     rows = (part.seats, part.starts, part.counts, part.rope_lens, part.sampled, part.sampled_seats)
     tuples = (*pairs, part.settled, part.asked, part.changes)
     flat = (chain.from_iterable(each) for each in tuples)
     return _write(
         [
-            [part.num_decodes, part.num_drafting],
+            [part.num_decodes, part.num_drafting, len(of_images)],
             *map(list, flat),
             *rows,
             part.unapplied,
@@ -28,22 +28,34 @@ def to_bytes(part: ComputedPart) -> bytes:
             part.last_tokens,
             part.tokens,
             *part.entries,
+            *of_images,
         ]
     )
+
+
+def _of_images(part: ComputedPart) -> Sequence[Sequence[int]]:
+    """Return what a step has of images; nothing if it has none."""
+    if not (part.images or part.towers or part.last_keys or part.rope_offsets or part.grid_positions):
+        return ()
+    from .image_bytes import image_lists
+
+    return image_lists(part)
 
 
 def from_bytes(data: bytes) -> ComputedPart:
     """Decode a part that `to_bytes` encoded."""
     lists = _read(data)
-    num_decodes, num_drafting = next(lists)
+    num_decodes, num_drafting, num_of_images = next(lists)
     swap_out, swap_in, copies, state_moves = ([*_tuples(next(lists), 2)] for _ in range(4))
     settled = [*_tuples(next(lists), 3)]
     asked = [AskedRows(*numbers) for numbers in _tuples(next(lists), len(AskedRows._fields))]
     changes = [SeatChange(*numbers) for numbers in _tuples(next(lists), len(SeatChange._fields))]
     seats, starts, counts, rope_lens, sampled, sampled_seats = (next(lists) for _ in range(6))
     unapplied, adapters = next(lists), next(lists)
-    last_tokens, tokens, *entries = (array("i", numbers) for numbers in lists)
-    return ComputedPart(
+    last_tokens, tokens, *more = (array("i", numbers) for numbers in lists)
+    num_groups = len(more) - num_of_images
+    entries = more[:num_groups]
+    part = ComputedPart(
         swap_out=swap_out,
         swap_in=swap_in,
         copies=copies,
@@ -65,6 +77,11 @@ def from_bytes(data: bytes) -> ComputedPart:
         asked=asked,
         last_tokens=last_tokens,
     )
+    if not num_of_images:
+        return part
+    from .image_bytes import ImageLists, with_images
+
+    return with_images(part, ImageLists(*more[num_groups:]))
 
 
 def _write(lists: Sequence[Sequence[int]]) -> bytes:

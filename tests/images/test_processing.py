@@ -24,7 +24,7 @@ from paged.images.sizes import Pixels, Resizing, Size
 from paged.options.config import EngineConfig
 from paged.text.images import ImagePrompts, NamedImage
 from tests.support.checkpoints import edit_json
-from tests.support.images import FAMILIES, picture, png, seeing, seeing_reference
+from tests.support.images import FAMILIES, picture, png, row_by_row, seeing, seeing_reference
 
 SIZES = [
     (1, 1),
@@ -58,8 +58,6 @@ def test_patches_are_those_of_transformers(name):
     """Of pictures of every shape: odd, one pixel wide, larger than every limit."""
     vision = vision_of(name)
     resizing = resizing_of(vision)
-    side = vision.projector.side
-    size = vision.tower.patch_size
     for seed, (width, height) in enumerate(SIZES):
         image = picture(seed, width, height)
         refusal = TOO_NARROW.get(resizing.rule)
@@ -69,10 +67,7 @@ def test_patches_are_those_of_transformers(name):
             continue
         pixels = resizing.apply(image)
         ours = patches_of(vision, *pixels.size, pixels.data)
-        expected = seeing_reference(name).patches(image)
-        rows, columns = (n // size for n in pixels.size)
-        squares = ours.reshape(rows // side, columns // side, side, side, -1).transpose(0, 2, 1, 3, 4)
-        assert np.array_equal(squares.reshape(rows * columns, -1), expected)
+        assert np.array_equal(row_by_row(vision, ours, *pixels.size), seeing_reference(name).patches(image))
 
 
 FULL_SIZE = Resizing("longest_edge", (16384, 16384), 3, 1)  # of which no image is resized

@@ -92,6 +92,10 @@ def test_versions_options_and_checkpoints_are_compared(tmp_path):
     for file in demo.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     assert header_hash(copy) == header_hash(demo)
+    images = copy / "preprocessor_config.json"
+    images.write_text("{}")
+    assert header_hash(copy) != header_hash(demo)
+    images.unlink()
     weights = next(copy.glob("*.safetensors"))
     changed = bytearray(weights.read_bytes())
     changed[20] ^= 1  # of the header

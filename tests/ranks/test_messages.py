@@ -10,9 +10,12 @@ import pytest
 
 from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
+from paged.requests.request import PromptImage
+from paged.runner.image_rows import ImageRows
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule
 from paged.scheduler.state_moves import SettledSeat
+from paged.scheduler.towers import TowerSteps, TowerWork
 from tests.support import scheduler_cases as cases
 
 DEPTH = 3
@@ -24,7 +27,7 @@ def new_planner(**options: bool) -> Planner:
 
 def as_lists(part: ComputedPart) -> ComputedPart:
     """Return a part whose empty fields are of one type."""
-    fields = ("swap_out", "swap_in", "copies", "settled", "asked", "adapters")
+    fields = ("swap_out", "swap_in", "copies", "settled", "asked", "adapters", "images")
     return replace(part, **{name: [*getattr(part, name)] for name in fields})
 
 
@@ -69,6 +72,38 @@ def test_a_decode_beside_a_settled_seat_is_told_whole():
         assert [*message.step.settled] == settled
         is_told = message.kind is MessageKind.STEP
         assert is_told == (start == 8 or bool(settled))
+
+
+def test_what_a_step_has_of_images_is_told():
+    """All but pixels. A decode behind an image is told as what has changed, but for other offsets."""
+    writer, reader = MessageWriter(cases.BLOCK_SIZE, 1), MessageReader(cases.BLOCK_SIZE, 1, 1)
+    first, second = (PromptImage(0, 0, bytes([i] * 32), 8 * i, 4, b"") for i in (1, 255))
+    part = ComputedPart(
+        num_decodes=1, seats=[2], counts=[1], sampled=[0], sampled_seats=[2], entries=[array("i")]
+    )
+    seeing = replace(
+        part,
+        starts=[7],
+        images=[ImageRows(second, [0, 2], 3), ImageRows(first, [5], 0)],
+        last_keys=array("i", [9, 9]),
+        grid_positions=array("q", [1, 2, 3]),
+        towers=TowerSteps([(second.sha256, False), (first.sha256, True)], [TowerWork(second, 1, 2, True)]),
+    )
+    behind = replace(part, starts=[8], last_tokens=array("i", [3]), rope_offsets=[-4])
+    working = replace(behind, starts=[10], towers=TowerSteps([(first.sha256, False)], []))
+    steps = [
+        seeing,
+        behind,
+        replace(behind, starts=[9]),
+        working,
+        replace(behind, starts=[11], rope_offsets=[-5]),
+    ]
+    kinds = []
+    for step in steps:
+        message = reader.read(writer.step(step))
+        assert as_lists(message.step) == as_lists(step)
+        kinds.append(message.kind)
+    assert kinds == [MessageKind.STEP] * 2 + [MessageKind.REPEATED_STEP] + [MessageKind.STEP] * 2
 
 
 def test_a_decode_of_64_sequences_takes_less_than_a_kilobyte():

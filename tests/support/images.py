@@ -46,6 +46,7 @@ from transformers.models.gemma4_unified import modeling_gemma4_unified
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from paged.architectures.towers import VisionSpec
 from tests.support.checkpoints import CONFIGS, IMAGE, VOCAB_SIZE, gemma4_config, random_model
 
 
@@ -56,7 +57,7 @@ class Family:
     processor: the values of its preprocessor_config.json, and the class of transformers that reads them.
     placeholder: the token that stands for an image in a prompt.
     marker: the token that stands for an embedding.
-    inputs: the arguments of transformers' forward for processed images and the tokens of a prompt.
+    inputs: the arguments of transformers' forward for processed images, and where a prompt has embeddings.
     special: the texts of the tokens of images, by their ids.
     written: how the chat template writes an image.
     replacement: what the processor writes for one of the processed images.
@@ -106,8 +107,8 @@ def _gemma3() -> PreTrainedConfig:
     )
 
 
-def _of_gemma3(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
-    return {"pixel_values": processed["pixel_values"], "token_type_ids": (token_ids == IMAGE).long()}
+def _of_gemma3(processed: dict[str, Tensor], is_image: Tensor) -> dict[str, Tensor]:
+    return {"pixel_values": processed["pixel_values"], "token_type_ids": is_image.long()}
 
 
 def _written_gemma3(processed: dict[str, Tensor], i: int) -> str:
@@ -167,9 +168,9 @@ def _gemma4_unified() -> PreTrainedConfig:
     return config
 
 
-def _of_gemma4(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+def _of_gemma4(processed: dict[str, Tensor], is_image: Tensor) -> dict[str, Tensor]:
     known = {name: processed[name] for name in ("pixel_values", "image_position_ids")}
-    return {**known, "mm_token_type_ids": (token_ids == IMAGE).int()}
+    return {**known, "mm_token_type_ids": is_image.int()}
 
 
 def _written_gemma4(processed: dict[str, Tensor], i: int) -> str:
@@ -264,9 +265,9 @@ def _qwen3_vl(text_name: str, whole: type[PreTrainedConfig]) -> PreTrainedConfig
     )
 
 
-def _of_qwen3_vl(processed: dict[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+def _of_qwen3_vl(processed: dict[str, Tensor], is_image: Tensor) -> dict[str, Tensor]:
     known = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
-    return {**known, "mm_token_type_ids": (token_ids == IMAGE).int()}
+    return {**known, "mm_token_type_ids": is_image.int()}
 
 
 def _written_qwen3_vl(processed: dict[str, Tensor], i: int) -> str:
@@ -398,15 +399,28 @@ def picture(seed: int, width: int = 30, height: int = 20, mode: str = "RGB") -> 
     return Image.fromarray(pixels.squeeze(-1) if channels == 1 else pixels, mode)
 
 
-class SeeingReference:
-    """transformers itself, eager and in float32, one prompt at a time."""
+def row_by_row(vision: VisionSpec, patches: Any, height: int, width: int) -> Any:
+    """Return the patches of a resized image, which `patches_of` gives square by square, row by row."""
+    side = vision.projector.side
+    rows, columns = (n // vision.tower.patch_size for n in (height, width))
+    squares = patches.reshape(rows // side, columns // side, side, side, -1)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(rows * columns, -1)
 
-    def __init__(self, name: str) -> None:
-        self.family = FAMILIES[name]
-        self.processor = self.family.processor_class(**{**self.family.processor, **self.family.overridden})
+
+class SeeingReference:
+    """transformers itself, eager and in float32, one prompt at a time.
+
+    processor: makes patches of images.
+    marker: the token that stands for an embedding.
+    """
+
+    def __init__(self, family: Family, directory: Path, processor: Any, marker: int) -> None:
+        self.family = family
+        self.processor = processor
+        self.marker = marker
         model_class = transformers.AutoModelForImageTextToText
         self.model = model_class.from_pretrained(
-            seeing(name), dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.model.generation_config.eos_token_id = None
 
@@ -448,7 +462,7 @@ class SeeingReference:
     ) -> tuple[list[int], Tensor]:
         """Return the generated tokens and the logits of each."""
         given = torch.tensor([[*token_ids]])
-        inputs = self.family.inputs(self.processed(images), given) if images else {}
+        inputs = self.family.inputs(self.processed(images), given == self.marker) if images else {}
         result = self.model.generate(
             given,
             attention_mask=torch.ones_like(given),
@@ -465,4 +479,6 @@ class SeeingReference:
 @functools.cache
 def seeing_reference(name: str) -> SeeingReference:
     """Return transformers on one of FAMILIES."""
-    return SeeingReference(name)
+    family = FAMILIES[name]
+    processor = family.processor_class(**{**family.processor, **family.overridden})
+    return SeeingReference(family, seeing(name), processor, family.marker)
