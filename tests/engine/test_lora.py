@@ -17,7 +17,6 @@ from tests.support.gguf_adapters import write_adapter
 from tests.support.gguf_models import write_model
 from tests.support.lora_adapters import (
     EXPERTS,
-    WITH_EXPERTS,
     adapter,
     adapter_of,
     adapter_of_experts,
@@ -25,6 +24,7 @@ from tests.support.lora_adapters import (
     by_peft,
     drawn_config,
     request,
+    with_experts,
 )
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_peft(model, folder):
 def test_tokens_of_adapted_experts_are_those_of_peft(model, folder):
     """Also of what is beside them, and of a stack alone."""
     paths = [adapter_of_experts(folder, model, seed) for seed in (0, 1)]
-    options = {"max_lora_rank": 8, "lora_target_modules": WITH_EXPERTS}
+    options = {"max_lora_rank": 8, "lora_target_modules": with_experts(model)}
     engine = new_engine(checkpoint(model), enable_lora=True, max_loras=2, **options)
     prompts = ragged_prompts([5, 9])
     requests = [request(path, i + 1) for i, path in enumerate(paths)]
@@ -120,7 +120,7 @@ def test_bits_do_not_depend_on_other_adapters(model, dtype, folder):
         for i in range(len(prompts))
     ]
     options = {"enable_lora": True, "max_lora_rank": 8, "dtype": dtype}
-    options["lora_target_modules"] = WITH_EXPERTS if model in EXPERTS else None
+    options["lora_target_modules"] = with_experts(model) if model in EXPERTS else None
     alone = new_engine(checkpoint(model), **options, enable_prefix_caching=False, max_num_seqs=1)
 
     def results(engine, **given):

@@ -47,7 +47,6 @@ EXPERTS = {
     },
 }
 # The names that lora_target_modules needs for them.
-WITH_EXPERTS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 _DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # Of families that name their layers otherwise.
 TARGETS = {
@@ -122,6 +121,12 @@ def adapter_of(
     with _quietly():
         made.save_pretrained(target)
     return target
+
+
+def with_experts(model: str) -> list[str]:
+    """Return the lora_target_modules of a tiny mixture of experts, with what is beside them."""
+    beside = {"gpt_oss": (), "nemotron_h_moe": MLP[1:]}.get(model, MLP)
+    return [*ATTENTION, *beside, "experts"]
 
 
 def adapter_of_experts(directory: Path, model: str, seed: int) -> Path:
