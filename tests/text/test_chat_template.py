@@ -498,7 +498,7 @@ def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
         (
             CALL[:2],
             {"continue_final_message": True, "add_generation_prompt": False},
-            "needs a last message that has text",
+            "needs a last message that ends with text",
         ),
         (
             TALK,
