@@ -43,7 +43,7 @@ WAYS: dict[str, Ways] = {
     ],
     "penalized": [
         {"seed": 2, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 0.0, "frequency_penalty": 1.5},
+        {"temperature": 0.0, "frequency_penalty": -2.0},  # what was drawn is drawn again
         {"seed": 3},
     ],
     "logits": [
