@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -148,15 +149,22 @@ class RemoteModel:
             link.parent.mkdir(parents=True, exist_ok=True)
             target = os.path.relpath(folder / "blobs" / file.digest, link.parent)
             if not (link.is_symlink() and os.readlink(link) == target):
-                new = link.with_name(f"{link.name}.{os.getpid()}.new")
+                new = _new(link)
                 new.symlink_to(target)
                 new.replace(link)
         refs = folder / "refs"
         refs.mkdir(exist_ok=True)
-        new = refs / f"main.{os.getpid()}.new"
+        new = _new(refs / "main")
         new.write_text(self.commit)
         new.replace(refs / "main")
         return snapshot
+
+
+def _new(path: Path) -> Path:
+    """Return where this thread makes what is to replace a path; nothing is there."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.new")
+    new.unlink(missing_ok=True)  # of a process with the same number that was killed
+    return new
 
 
 def _counting(on_progress: OnProgress, file: RemoteFile, before: int, total: int) -> Callable[[int], None]:
