@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -243,7 +244,7 @@ class WeightsCache:
     def note_digest(self, stamp: str, digest: str) -> None:
         """Note the digest of a file with this stamp, atomically. Raises OSError."""
         path = self._stamp_path(stamp)
-        new = path.with_suffix(f".{os.getpid()}{_UNFINISHED}")
+        new = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}{_UNFINISHED}")
         try:
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(digest.encode("ascii"))
