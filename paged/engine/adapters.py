@@ -183,7 +183,7 @@ class Adapters:
         del self._used[number], self._memory[number]
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget an adapter; unfinished requests keep it. Return whether it was known."""
+        """Forget an adapter. Return whether it was known. Unfinished requests continue with it."""
         known = self.loaded.remove(lora_int_id)
         content_hash = None if known is None else known.content_hash
         if content_hash is not None and not self.loaded.has_content(content_hash):

@@ -135,7 +135,7 @@ class GraphStore(ABC, Generic[G]):
         return self.cost
 
     def _keys_at_start(self) -> list[GraphKey]:
-        kinds = product(reversed(self.sizes), self._lengths, self._ways, self._batches.has_adapters)
+        kinds = product(reversed(self.sizes), self._lengths, self._ways, self._batches.adapter_choices)
         return [GraphKey(rows, rows, is_short, way, adapters) for rows, is_short, way, adapters in kinds]
 
     def capture_for_good(self, kv_cache: KVCache) -> None:

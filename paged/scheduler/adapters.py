@@ -31,7 +31,7 @@ class AdapterSlots:
     Steps copy adapters into slots in the order in which they are launched. Therefore a slot may get another
     adapter while a step in flight still reads the old one.
 
-    max_passes: the admissions for which the next request is passed by.
+    max_passes: how many requests may start before the next one.
     """
 
     def __init__(self, num_slots: int, max_passes: int) -> None:
@@ -93,7 +93,7 @@ class AdapterSlots:
         return self.num_slots - len(self._num_users)
 
     def set_aside(self, request: Request) -> None:
-        """Note a request that waits for a slot."""
+        """Record that a request waits for a slot."""
         heap = self._aside.setdefault(request.inputs.adapter, [])
         heapq.heappush(heap, (place_of(request), next(self._numbers), request))
         first = self.next_request()
@@ -102,7 +102,7 @@ class AdapterSlots:
             self._num_passes = 0
 
     def take_released(self) -> list[Request]:
-        """Return the requests that need not stay aside."""
+        """Remove and return the requests that may have a slot now, or must be asked again."""
         if not self._aside:
             return []
         first = self.next_request()
@@ -125,7 +125,7 @@ class AdapterSlots:
         return found
 
     def join(self, request: Request) -> None:
-        """Give a request that runs now the slot of its adapter."""
+        """Assign a slot to a request that starts to run: that of its adapter, or the least recently used."""
         self._num_passes += 1
         adapter = request.inputs.adapter
         if not adapter:

@@ -395,8 +395,8 @@ class SeatedBatches:
         return batch
 
     @property
-    def has_adapters(self) -> Sequence[bool]:
-        """Whether a step may have LoRA adapters: both values, or False alone."""
+    def adapter_choices(self) -> Sequence[bool]:
+        """Whether a step has LoRA adapters: both values are possible, or False alone."""
         return (False,) if self._adapters is None else (False, True)
 
     def _batch(
