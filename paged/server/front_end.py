@@ -258,8 +258,8 @@ class FrontEnd:
         running = asyncio.get_running_loop().run_in_executor(pool, function, *args)
         return await deadline.wait_for(running)
 
-    async def read_call(self, exchange: Exchange, path: str, kind: type[C]) -> C:
-        """Read and parse the body of a request.
+    async def read_call(self, exchange: Exchange, kind: type[C]) -> C:
+        """Read and parse the body of a request to the route of `exchange`.
 
         Raises an error such as RequestError if the body is wrong, and EngineDeadError if no request can be
         served.
@@ -274,7 +274,7 @@ class FrontEnd:
                 exchange.extra_headers.append((b"connection", b"close"))
                 raise
         limits = self._limits
-        call = await exchange.read_json(lambda body: parse_call(path, body, limits))
+        call = await exchange.read_json(lambda body: parse_call(exchange.route, body, limits))
         assert isinstance(call, kind)
         call.load_s = exchange.load_s
         self.check_model(call.model, exchange.key)

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...engine.async_base import LEAST_TIMEOUT_S
-from ...protocol.endpoints import Access, is_of_ollama
+from ...protocol.endpoints import Access, Endpoint, is_of_ollama
 from ...requests.request import RequestOutput
 from ..access.limits import Admission, KeyUsage
 from ..telemetry.records import RequestRecord
@@ -153,6 +153,13 @@ class Exchange:
         """Return the value of a request header; the last value if it occurs several times."""
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
+
+    def take_parameter(self, endpoint: Endpoint) -> str:
+        """Return the part of the path at {…} of an endpoint. Metrics count the request under its template."""
+        before, _, after = re.split(r"(\{\w+\})", endpoint.path)
+        value = self.route.removeprefix(before).removesuffix(after)
+        self.route = endpoint.path
+        return value
 
     def time_left(self, timeout_s: float | None) -> float | None:
         """Return the seconds left of timeout_s, which counts from the request's arrival; None without one."""

@@ -36,7 +36,6 @@ from ..gallery import PERIOD_S
 from ..http.exchange import LOADED_AFTER, Exchange, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
-from ..routes.llamacpp import PropsRoute, SlotsRoute
 from ..routes.page import CLOSED_LOOK_S
 from ..routes.service import shown_defaults
 from ..routes.table import HANDLERS, Handler
@@ -516,8 +515,8 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.GET_MODELS: ManyModelsRoute,
     endpoints.GET_MODEL: OneOfManyRoute,
     endpoints.GET_HEALTH: ManyHealthRoute,
-    endpoints.GET_PROPS: partial(OfModelRoute, PropsRoute),
-    endpoints.GET_SLOTS: partial(OfModelRoute, SlotsRoute),
+    endpoints.GET_PROPS: partial(OfModelRoute, HANDLERS[endpoints.GET_PROPS]),
+    endpoints.GET_SLOTS: partial(OfModelRoute, HANDLERS[endpoints.GET_SLOTS]),
     endpoints.GET_TAGS: ManyTagsRoute,
     endpoints.GET_PS: ManyPsRoute,
     endpoints.POST_OLLAMA_SHOW: ManyShowRoute,

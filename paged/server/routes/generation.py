@@ -32,8 +32,7 @@ BYTES_OF_PART = 16  # of a body, which may be echoed: about as much work as a to
 class AnswerRoute:
     """Returns the answer to one request, whole or streamed."""
 
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path = path
+    def __init__(self, front: FrontEnd) -> None:
         self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
@@ -52,7 +51,7 @@ class AnswerRoute:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a request. A prompt that fails is an error of the whole request."""
         front = self._front
-        call = await front.read_call(exchange, self._path, AnswerCall)  # type: ignore[type-abstract]
+        call = await front.read_call(exchange, AnswerCall)  # type: ignore[type-abstract]
         self.take(exchange, call)
         ready = call.immediate(front.name_of(call))
         if ready is not None:
@@ -90,32 +89,27 @@ class AnswerRoute:
         return await encode_answer(partial(call.body, outputs, *terms), num_parts)
 
 
-class ResultRoute:
-    """Takes a list of prompts; returns a result for each, whole or as JSON lines."""
+async def answer_prompts(front: FrontEnd, exchange: Exchange) -> None:
+    """Return a result for each of a list of prompts, whole or as JSON lines.
 
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path = path
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        """Answer a request. A prompt that fails has an error as its result."""
-        front = self._front
-        call = await front.read_call(exchange, self._path, GenerateCall)
-        async with until_disconnect(exchange):
-            started = time.monotonic()
-            streams, _, on_output = await _begin(front, exchange, call)
-            async with _placing(exchange, streams):
-                if call.stream:
-                    await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
-                    return
-                outcomes = await finished_outcomes(streams, on_output)
-                refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
-                if len(refusals) == len(outcomes):
-                    raise refusals[0]
-                seconds = time.monotonic() - started
-                body = await encode_answer(partial(call.body, outcomes, seconds), num_parts_of(outcomes))
-                del outcomes
-            await exchange.respond(200, body)
+    A prompt that fails has an error as its result.
+    """
+    call = await front.read_call(exchange, GenerateCall)
+    async with until_disconnect(exchange):
+        started = time.monotonic()
+        streams, _, on_output = await _begin(front, exchange, call)
+        async with _placing(exchange, streams):
+            if call.stream:
+                await send_stream(front, exchange, MergedOutcomes(streams, on_output), Lines(call))
+                return
+            outcomes = await finished_outcomes(streams, on_output)
+            refusals = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+            if len(refusals) == len(outcomes):
+                raise refusals[0]
+            seconds = time.monotonic() - started
+            body = await encode_answer(partial(call.body, outcomes, seconds), num_parts_of(outcomes))
+            del outcomes
+        await exchange.respond(200, body)
 
 
 async def _finished_outputs(

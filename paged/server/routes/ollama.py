@@ -43,77 +43,45 @@ def _entries(front: FrontEnd, exchange: Exchange) -> list[ModelEntry]:
     return [ModelEntry(name=name, checkpoint=checkpoint) for name in front.names_for(exchange.key)]
 
 
-class TagsRoute:
-    """Lists the names of the model."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        entries = _entries(self._front, exchange)
-        tags = await asyncio.to_thread(lambda: [tag_of(entry, None) for entry in entries])
-        await exchange.respond_json(200, {"models": tags})
+async def list_tags(front: FrontEnd, exchange: Exchange) -> None:
+    """List the names of the model."""
+    entries = _entries(front, exchange)
+    tags = await asyncio.to_thread(lambda: [tag_of(entry, None) for entry in entries])
+    await exchange.respond_json(200, {"models": tags})
 
 
-class PsRoute:
-    """Lists the model, which stays loaded."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        running = [
-            RunningModel(each, self._front.engine, 0, math.inf) for each in _entries(self._front, exchange)
-        ]
-        models = await asyncio.to_thread(lambda: [running_of(each, None) for each in running])
-        await exchange.respond_json(200, {"models": models})
+async def list_running(front: FrontEnd, exchange: Exchange) -> None:
+    """List the model, which stays loaded."""
+    running = [RunningModel(each, front.engine, 0, math.inf) for each in _entries(front, exchange)]
+    models = await asyncio.to_thread(lambda: [running_of(each, None) for each in running])
+    await exchange.respond_json(200, {"models": models})
 
 
-class ShowRoute:
-    """Describes the model."""
+async def show_model(front: FrontEnd, exchange: Exchange) -> None:
+    """Describe the model."""
+    call = await exchange.read_json(lambda body: parse_call(exchange.route, body))
+    assert isinstance(call, NamedCall)
+    name = call.name.removesuffix(LATEST_TAG)
+    front.check_model(name, exchange.key)
+    entry = ModelEntry(name=name, checkpoint=front.engine.config.model)
+    template = template_of(front.engine, front.options.chat_template)
+    shown = await asyncio.to_thread(shown_model, entry, None, front.engine, capabilities_of(front), template)
+    await exchange.respond_json(200, shown)
 
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path = path
-        self._front = front
 
-    async def __call__(self, exchange: Exchange) -> None:
-        front = self._front
-        call = await exchange.read_json(lambda body: parse_call(self._path, body))
-        assert isinstance(call, NamedCall)
-        name = call.name.removesuffix(LATEST_TAG)
+async def refuse_change(front: FrontEnd, exchange: Exchange) -> None:  # noqa: ARG001
+    """Refuse to change the models: a server of one model has no others."""
+    raise HttpError(403, NO_CHANGES, code="not_allowed")
+
+
+async def list_for_lmstudio(front: FrontEnd, exchange: Exchange) -> None:
+    """List the names of the model, or describe one, in LM Studio's form."""
+    name = exchange.route.removeprefix(GET_LMSTUDIO_MODELS.path).removeprefix("/")
+    capabilities = capabilities_of(front)
+    entries = _entries(front, exchange)
+    if name:
+        exchange.route = GET_LMSTUDIO_MODEL.path  # for the metrics
         front.check_model(name, exchange.key)
-        entry = ModelEntry(name=name, checkpoint=front.engine.config.model)
-        template = template_of(front.engine, front.options.chat_template)
-        shown = await asyncio.to_thread(
-            shown_model, entry, None, front.engine, capabilities_of(front), template
-        )
-        await exchange.respond_json(200, shown)
-
-
-class NoChangeRoute:
-    """Refuses to change the models: a server of one model has no others."""
-
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        pass
-
-    async def __call__(self, _: Exchange) -> None:
-        raise HttpError(403, NO_CHANGES, code="not_allowed")
-
-
-class LmStudioRoute:
-    """Lists the names of the model, or describes one, in LM Studio's form."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        front = self._front
-        name = exchange.route.removeprefix(GET_LMSTUDIO_MODELS.path).removeprefix("/")
-        capabilities = capabilities_of(front)
-        entries = _entries(front, exchange)
-        if name:
-            exchange.route = GET_LMSTUDIO_MODEL.path  # for the metrics
-            front.check_model(name, exchange.key)
-            entries = [each for each in entries if each.name == name]
-        cards = [lmstudio_card(each, None, front.engine, capabilities) for each in entries]
-        await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})
+        entries = [each for each in entries if each.name == name]
+    cards = [lmstudio_card(each, None, front.engine, capabilities) for each in entries]
+    await exchange.respond_json(200, cards[0] if name else {"object": "list", "data": cards})

@@ -47,32 +47,26 @@ class PageRoute:
             raise _no_page(exchange)
 
 
-class WatchRoute:
-    """Streams pictures of the engines as events. With a key, they show only requests of the key's owner."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        front = self._front
-        if not front.options.page:
-            raise _no_page(exchange)
-        gallery = front.gallery
-        response = StreamedResponse(exchange)
-        front.keep_alive.on_write(response)
-        try:
-            async with until_disconnect(exchange):
-                with gallery.watching():
-                    while not front.is_closed:
-                        with suppress(TimeoutError):
-                            async with asyncio.timeout(CLOSED_LOOK_S):
-                                await gallery.wait()
-                            await response.write(b"data: " + gallery.view(exchange.owner) + b"\n\n")
-                            front.keep_alive.on_write(response)
-                            await asyncio.sleep(PERIOD_S)
-                await response.write(b"", more=False)
-        finally:
-            front.keep_alive.remove(response)
+async def stream_pictures(front: FrontEnd, exchange: Exchange) -> None:
+    """Stream pictures of the engines as events. With a key, they show only requests of the key's owner."""
+    if not front.options.page:
+        raise _no_page(exchange)
+    gallery = front.gallery
+    response = StreamedResponse(exchange)
+    front.keep_alive.on_write(response)
+    try:
+        async with until_disconnect(exchange):
+            with gallery.watching():
+                while not front.is_closed:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(CLOSED_LOOK_S):
+                            await gallery.wait()
+                        await response.write(b"data: " + gallery.view(exchange.owner) + b"\n\n")
+                        front.keep_alive.on_write(response)
+                        await asyncio.sleep(PERIOD_S)
+            await response.write(b"", more=False)
+    finally:
+        front.keep_alive.remove(response)
 
 
 def _no_page(exchange: Exchange) -> HttpError:

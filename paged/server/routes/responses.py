@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 from ...engine.async_base import RequestStream
 from ...protocol.calls.call import AnswerCall
-from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL, POST_RESPONSE
+from ...protocol.endpoints import DELETE_RESPONSE, GET_RESPONSE, POST_CANCEL
 from ...protocol.responses.call import ResponseCall
 from ...protocol.responses.events import response_of_item
-from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_json
 from ..http.failures import HttpError
 from ..responses import ResponseInProgress, ResponseKey, Responses, StoredResponse
@@ -56,10 +55,6 @@ def _without_output(response: ResponseInProgress, status: str) -> dict[str, Any]
 
 class ResponsesRoute(AnswerRoute):
     """Generates responses, whole or streamed. A response may continue a stored response."""
-
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        super().__init__(path, front)
-        self._front = front
 
     def take(self, exchange: Exchange, call: AnswerCall) -> None:
         """Add the stored responses that a call needs. Raises HttpError if one does not exist."""
@@ -134,66 +129,46 @@ class ResponsesRoute(AnswerRoute):
         return encode_json(call.chunks(*terms).response("cancelled"))
 
 
-class ResponseRoute:
-    """Returns a stored response or a response in progress."""
-
-    def __init__(self, front: ResponsesFront) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
-        exchange.route = GET_RESPONSE.path  # for the metrics
-        if exchange.query.get("stream") == "true":
-            raise HttpError(
-                400,
-                "stream is not supported here: a stored response has ended, ask for it without",
-                param="stream",
-            )
-        front = self._front
-        key = _key(exchange, response_id)
-        response = front.responses.find_in_progress(key)
-        if response is not None:
-            await exchange.respond_json(200, _without_output(response, "in_progress"))
-            return
-        found = front.responses.find(key)
-        if found is None:
-            raise _absent(front, f"response {response_id!r}")
-        await exchange.respond(200, found.body)
+async def get_response(front: ResponsesFront, exchange: Exchange) -> None:
+    """Return a stored response or a response in progress."""
+    response_id = exchange.take_parameter(GET_RESPONSE)
+    if exchange.query.get("stream") == "true":
+        raise HttpError(
+            400,
+            "stream is not supported here: a stored response has ended, ask for it without",
+            param="stream",
+        )
+    key = _key(exchange, response_id)
+    response = front.responses.find_in_progress(key)
+    if response is not None:
+        await exchange.respond_json(200, _without_output(response, "in_progress"))
+        return
+    found = front.responses.find(key)
+    if found is None:
+        raise _absent(front, f"response {response_id!r}")
+    await exchange.respond(200, found.body)
 
 
-class DeleteResponseRoute:
-    """Removes a stored response."""
-
-    def __init__(self, front: ResponsesFront) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/")
-        exchange.route = DELETE_RESPONSE.path
-        if not self._front.responses.forget(_key(exchange, response_id)):
-            raise _absent(self._front, f"response {response_id!r}")
-        body: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
-        await exchange.respond_json(200, body)
+async def delete_response(front: ResponsesFront, exchange: Exchange) -> None:
+    """Remove a stored response."""
+    response_id = exchange.take_parameter(DELETE_RESPONSE)
+    if not front.responses.forget(_key(exchange, response_id)):
+        raise _absent(front, f"response {response_id!r}")
+    body: dict[str, Any] = {"id": response_id, "object": "response", "deleted": True}
+    await exchange.respond_json(200, body)
 
 
-class CancelRoute:
-    """Cancels a response in progress. A stored response that has ended is returned unchanged."""
-
-    def __init__(self, front: ResponsesFront) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        front = self._front
-        response_id = exchange.route.removeprefix(f"{POST_RESPONSE.path}/").removesuffix("/cancel")
-        exchange.route = POST_CANCEL.path
-        key = _key(exchange, response_id)
-        response = front.responses.find_in_progress(key)
-        if response is not None:
-            response.call.is_cancelled = True
-            await front.end_record(response.record)
-            await exchange.respond_json(200, _without_output(response, "cancelled"))
-            return
-        found = front.responses.find(key)
-        if found is None:
-            raise _absent(front, f"response {response_id!r}")
-        await exchange.respond(200, found.body)
+async def cancel_response(front: ResponsesFront, exchange: Exchange) -> None:
+    """Cancel a response in progress. A stored response that has ended is returned unchanged."""
+    response_id = exchange.take_parameter(POST_CANCEL)
+    key = _key(exchange, response_id)
+    response = front.responses.find_in_progress(key)
+    if response is not None:
+        response.call.is_cancelled = True
+        await front.end_record(response.record)
+        await exchange.respond_json(200, _without_output(response, "cancelled"))
+        return
+    found = front.responses.find(key)
+    if found is None:
+        raise _absent(front, f"response {response_id!r}")
+    await exchange.respond(200, found.body)

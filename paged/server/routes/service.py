@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from ... import __version__
@@ -17,30 +18,19 @@ from ..telemetry.metrics import CONTENT_TYPE
 SHOWN_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-class ModelsRoute:
-    """Lists the names of the model, with its maximum context length."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        models = [_model(self._front, name) for name in self._front.names_for(exchange.key)]
-        await exchange.respond_json(200, {"object": "list", "data": models})
+async def list_models(front: FrontEnd, exchange: Exchange) -> None:
+    """List the names of the model, with its maximum context length."""
+    models = [_model(front, name) for name in front.names_for(exchange.key)]
+    await exchange.respond_json(200, {"object": "list", "data": models})
 
 
-class ModelRoute:
-    """Describes the model under one of its names; any other name is 404."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        name = exchange.route.removeprefix("/v1/models/")
-        if not name:
-            raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
-        exchange.route = GET_MODEL.path  # for the metrics
-        self._front.check_model(name, exchange.key)
-        await exchange.respond_json(200, _model(self._front, name))
+async def describe_model(front: FrontEnd, exchange: Exchange) -> None:
+    """Describe the model under one of its names; any other name is 404."""
+    name = exchange.take_parameter(GET_MODEL)
+    if not name:
+        raise HttpError(404, "there is no '/v1/models/' here, but /v1/models and /v1/models/{model}")
+    front.check_model(name, exchange.key)
+    await exchange.respond_json(200, _model(front, name))
 
 
 def shown_defaults(text: ModelText) -> dict[str, float]:
@@ -63,67 +53,45 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
     }
 
 
-class HealthRoute:
-    """Returns 200 if every engine process is alive or being replaced in time, else 503. Computes nothing."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        if self._front.engine.dead_error is not None:
-            raise self._front.engine.dead_error
-        for trouble in await self._front.engine.troubles():
-            raise HttpError(503, trouble)
-        await exchange.respond_json(200, {"status": "ok"})
+async def tell_health(front: FrontEnd, exchange: Exchange) -> None:
+    """Return 200 if every engine process is alive or being replaced in time, else 503. Compute nothing."""
+    if front.engine.dead_error is not None:
+        raise front.engine.dead_error
+    for trouble in await front.engine.troubles():
+        raise HttpError(503, trouble)
+    await exchange.respond_json(200, {"status": "ok"})
 
 
-class ReadyRoute:
-    """Returns 200 if requests are accepted, else 503 with the reason."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        if self._front.is_draining:
-            raise HttpError(503, STOPPING)
-        self._front.check_serving()
-        if not await self._front.engine.is_fit():
-            raise HttpError(
-                503, "no engine process serves: all are being replaced, or have sent nothing lately"
-            )
-        await exchange.respond_json(200, {"status": "ready"})
+async def tell_readiness(front: FrontEnd, exchange: Exchange) -> None:
+    """Return 200 if requests are accepted, else 503 with the reason."""
+    if front.is_draining:
+        raise HttpError(503, STOPPING)
+    front.check_serving()
+    if not await front.engine.is_fit():
+        raise HttpError(503, "no engine process serves: all are being replaced, or have sent nothing lately")
+    await exchange.respond_json(200, {"status": "ready"})
 
 
-class VersionRoute:
-    """Returns the version of the server."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        pass
-
-    async def __call__(self, exchange: Exchange) -> None:
-        await exchange.respond_json(200, {"version": __version__})
+async def tell_version(front: FrontEnd, exchange: Exchange) -> None:  # noqa: ARG001
+    """Return the version of the server."""
+    await exchange.respond_json(200, {"version": __version__})
 
 
-class MetricsRoute:
-    """Returns metrics for Prometheus."""
-
-    def __init__(self, front: FrontEnd) -> None:
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        try:
-            stats = dict(enumerate(await self._front.engine.stats_by_engine()))
-        except EngineDeadError:
-            stats = {}  # what the server counted is still there
-        removed = self._front.engine.removed_stats()
-        await exchange.respond(200, self._front.metrics.render(stats, removed), CONTENT_TYPE)
+async def export_metrics(front: FrontEnd, exchange: Exchange) -> None:
+    """Return metrics for Prometheus."""
+    try:
+        stats = dict(enumerate(await front.engine.stats_by_engine()))
+    except EngineDeadError:
+        stats = {}  # what the server counted is still there
+    removed = front.engine.removed_stats()
+    await exchange.respond(200, front.metrics.render(stats, removed), CONTENT_TYPE)
 
 
-class OpenAPIRoute:
-    """Returns the OpenAPI description of all routes."""
+async def describe_api(front: FrontEnd, exchange: Exchange) -> None:  # noqa: ARG001
+    """Return the OpenAPI description of all routes."""
+    await exchange.respond(200, _api())
 
-    def __init__(self, front: FrontEnd) -> None:  # noqa: ARG002
-        self._body = encode_json(openapi())
 
-    async def __call__(self, exchange: Exchange) -> None:
-        await exchange.respond(200, self._body)
+@cache
+def _api() -> bytes:
+    return encode_json(openapi())

@@ -10,23 +10,15 @@ from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_in_pieces
 
 
-class TextRoute:
-    """Converts text to tokens or tokens to text, with the tokenizer and the chat template alone."""
-
-    def __init__(self, path: str, front: FrontEnd) -> None:
-        self._path = path
-        self._front = front
-
-    async def __call__(self, exchange: Exchange) -> None:
-        """Answer a request."""
-        front = self._front
-        text = front.engine.text
-        call = await front.read_call(exchange, self._path, TextCall)  # type: ignore[type-abstract]
-        with front.preparing():
-            await front.fetch_images(exchange, call)
-            pool = text.rendering if call.renders else text.tokenizing
-            answer = await front.in_pool(pool, exchange, call, _answer, call, front.engine)
-        await exchange.respond(200, answer)
+async def convert_text(front: FrontEnd, exchange: Exchange) -> None:
+    """Convert text to tokens or tokens to text, with the tokenizer and the chat template alone."""
+    text = front.engine.text
+    call = await front.read_call(exchange, TextCall)  # type: ignore[type-abstract]
+    with front.preparing():
+        await front.fetch_images(exchange, call)
+        pool = text.rendering if call.renders else text.tokenizing
+        answer = await front.in_pool(pool, exchange, call, _answer, call, front.engine)
+    await exchange.respond(200, answer)
 
 
 def _answer(call: TextCall, engine: AsyncEngine[Any]) -> bytes:
