@@ -82,10 +82,10 @@ def weight_kinds(kinds: Iterable[int]) -> frozenset[int]:
     return frozenset((*found, *(UNPACKED[kind] for kind in found)))
 
 
-# The kernels of operations that are not named as their one kernel.
+# The kernels of each operation: most have one, of the operation's name.
 _KERNELS = {
+    **{name.rpartition(".")[2]: (name,) for name in SECONDS if name.startswith(("rows.", "states."))},
     "apply_penalties": ("sampling.penalties.penalties",),
-    "gelu": ("rows.gelu_and_mul.gelu",),
     "greedy_of_allowed": ("sampling.masks.choose",),
     "mask_logits": ("sampling.masks.mask",),
     "paged_attention": (ATTENTION_KERNEL, "attention.kernel.merge"),
@@ -108,7 +108,7 @@ _NUMBERS = {torch.bfloat16: (BFLOAT16, BF12), torch.float16: (FLOAT16,)}
 
 def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
     """Return the kernels that an engine may launch, and the kinds for each kernel with variants."""
-    names = {name for operation in needs.operations for name in _kernels_of(operation)}
+    names = {name for operation in needs.operations for name in _KERNELS.get(operation, ())}
     names.update(_ALWAYS, _packers(needs))
     dtype, cache_dtype = KINDS[needs.dtype], KINDS[needs.cache_dtype]
     attention = attention_kinds(dtype, cache_dtype, needs.head_dims)
@@ -120,11 +120,6 @@ def kernels_for(needs: Needs) -> tuple[set[str], dict[str, frozenset[int]]]:
         ROTARY_KERNEL: frozenset((dtype, cache_dtype)),
     }
     return names & SECONDS.keys(), {name: own for name, own in kinds.items() if name in names}
-
-
-def _kernels_of(operation: str) -> tuple[str, ...]:
-    places = f"rows.{operation}", "rows.take_rows", f"states.{operation}"
-    return _KERNELS.get(operation) or tuple(f"{place}.{operation}" for place in places)
 
 
 def _packers(needs: Needs) -> Iterator[str]:

@@ -8,12 +8,12 @@ from ..launch.tasks import Task
 from .row_kernels import has_regular_rows, in_torch, run_on_halves, run_on_rows, units_of_rows
 
 GELU_AND_MUL = Task(
-    "rows.gelu_and_mul.gelu_and_mul",
+    "rows.activations.gelu_and_mul",
     ("x", "up", "out"),
     ("kind", "num_rows", "size", "x_stride", "up_stride", "rows_per_unit"),
 )
 GELU = Task(
-    "rows.gelu_and_mul.gelu", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit", "tanh")
+    "rows.activations.gelu", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit", "tanh")
 )
 
 
@@ -56,7 +56,7 @@ def gelu(x: Tensor, *, tanh: bool) -> None:  # [num_rows, size]
 
 
 RELU_SQUARED = Task(
-    "rows.relu_squared.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+    "rows.activations.relu_squared", ("x",), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
 )
 
 
@@ -73,7 +73,7 @@ def relu_squared(x: Tensor) -> None:  # [num_rows, size]
 
 
 CLAMPED_SWIGLU = Task(
-    "rows.clamped_swiglu.clamped_swiglu",
+    "rows.activations.clamped_swiglu",
     ("x", "out"),
     ("kind", "num_rows", "size", "x_stride", "rows_per_unit"),
     ("limit", "alpha"),

@@ -88,7 +88,7 @@ def padded_rows(x: Tensor) -> Tensor:  # [num_rows, size]
 
 
 SILU_AND_MUL = Task(
-    "rows.silu_and_mul.silu_and_mul", ("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+    "rows.activations.silu_and_mul", ("x", "out"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
 )
 
 
@@ -104,7 +104,7 @@ def silu_and_mul(x: Tensor) -> Tensor:  # [num_tokens, 2 * size] -> [num_tokens,
 
 
 ADD = Task(
-    "rows.add.add", ("x", "out"), ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit")
+    "rows.scales.add", ("x", "out"), ("kind", "num_rows", "size", "x_stride", "out_stride", "rows_per_unit")
 )
 
 

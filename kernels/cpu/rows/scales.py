@@ -7,7 +7,7 @@ from ..launch.tasks import Task
 from .row_kernels import has_regular_rows, in_torch, run_on_rows
 
 SCALE_ROWS = Task(
-    "rows.scale_rows.scale_rows", ("x", "factors"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
+    "rows.scales.scale_rows", ("x", "factors"), ("kind", "num_rows", "size", "x_stride", "rows_per_unit")
 )
 
 
@@ -24,7 +24,7 @@ def scale_rows(x: Tensor, factors: Tensor) -> None:  # [num_rows, size], f32[num
 
 
 SCALE_AND_CAP = Task(
-    "rows.scale_and_cap.scale_and_cap",
+    "rows.scales.scale_and_cap",
     ("x",),
     ("kind", "num_rows", "size", "x_stride", "rows_per_unit"),
     ("factor", "softcap"),
@@ -44,7 +44,7 @@ def scale_and_cap(x: Tensor, factor: float, softcap: float | None = None) -> Non
 
 
 SCALE_BY_SIGMOID = Task(
-    "rows.scale_by_sigmoid.scale_by_sigmoid",
+    "rows.scales.scale_by_sigmoid",
     ("x", "gate"),
     ("kind", "num_rows", "size", "x_stride", "gate_stride", "rows_per_unit"),
 )

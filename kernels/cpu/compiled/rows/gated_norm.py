@@ -7,13 +7,12 @@ import numpy as np
 from ...formats import ITEM_SIZES
 from ...rows.gated_norm import GATED_NORM
 from ...target import LANES
-from ..kernels import each_unit
 from ..simd.memory import some_of
 from ..simd.vectors import fma, function, multiply, silu, splat, total
-from .row_kernel import by_kind, rows_of_unit
+from .row_kernel import each_row
 
 
-@by_kind
+@each_row(GATED_NORM)
 def _gated_norm_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     (load, store) = some_of(kind)
@@ -53,9 +52,3 @@ def _gated_norm_row(kind: int) -> Any:
             store(out + at, normed, left)
 
     return gated_norm_row
-
-
-@each_unit(GATED_NORM)
-def _gated_norm_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _gated_norm_row(args, row)

@@ -7,13 +7,12 @@ import numpy as np
 from ...formats import ITEM_SIZES
 from ...rows.layer_norm import LAYER_NORM
 from ...target import LANES
-from ..kernels import each_unit
 from ..simd.memory import some_of
 from ..simd.vectors import add, fma, function, lane_numbers, multiply, splat, subtract, total, where_from
-from .row_kernel import by_kind, rows_of_unit
+from .row_kernel import each_row
 
 
-@by_kind
+@each_row(LAYER_NORM)
 def _layer_norm_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     (load, store) = some_of(kind)
@@ -53,9 +52,3 @@ def _layer_norm_row(kind: int) -> Any:
             store(out + at, fma(normed, weight, bias), left)
 
     return layer_norm_row
-
-
-@each_unit(LAYER_NORM)
-def _layer_norm_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _layer_norm_row(args, row)

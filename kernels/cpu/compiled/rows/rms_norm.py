@@ -7,10 +7,9 @@ import numpy as np
 from ...formats import FLOAT32, ITEM_SIZES
 from ...rows.norms import RMS_NORM
 from ...target import LANES
-from ..kernels import each_unit
 from ..simd.memory import some_of
 from ..simd.vectors import add, fma, function, multiply, splat, total
-from .row_kernel import by_kind, rows_of_unit
+from .row_kernel import each_row
 
 
 def make_normalize(kind: int) -> Any:
@@ -53,7 +52,7 @@ def make_normalize(kind: int) -> Any:
     return normalize
 
 
-@by_kind
+@each_row(RMS_NORM)
 def _rms_norm_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     normalize = make_normalize(kind)
@@ -68,9 +67,3 @@ def _rms_norm_row(kind: int) -> Any:
         normalize(x, residual, args.weight, args.unit_offset, args.adds, out, args.size, args.eps)
 
     return rms_norm_row
-
-
-@each_unit(RMS_NORM)
-def _rms_norm_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _rms_norm_row(args, row)

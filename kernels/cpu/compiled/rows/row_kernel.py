@@ -4,8 +4,27 @@ from collections.abc import Callable
 from typing import Any
 
 from ...formats import BFLOAT16, FLOAT16, FLOAT32
+from ...launch.tasks import Task
 from ...variants import among
+from ..kernels import each_unit
 from ..simd.vectors import function, missing
+
+
+def each_row(task: Task) -> Callable[[Callable[[int], Any]], Callable[[int], None]]:
+    """Decorate make(kind), which makes f(args, row) for one kind (dtype): the kernel of a task over rows."""
+
+    def decorate(make: Callable[[int], Any]) -> Callable[[int], None]:
+        operate = by_kind(make)
+
+        def do(args, unit):
+            for row in rows_of_unit(args, unit):
+                operate(args, row)
+
+        do.__module__ = make.__module__
+        do.__name__ = make.__name__
+        return each_unit(task)(do)
+
+    return decorate
 
 
 def by_kind(make: Callable[[int], Any], kernel: str = "") -> Any:

@@ -7,13 +7,12 @@ import numpy as np
 from ...formats import ITEM_SIZES
 from ...rows.experts import SUM_EXPERTS
 from ...target import LANES
-from ..kernels import each_unit
 from ..simd.memory import get_float, get_long, some_of
 from ..simd.vectors import fma, function, gated_by, splat
-from .row_kernel import by_kind, rows_of_unit
+from .row_kernel import each_row
 
 
-@by_kind
+@each_row(SUM_EXPERTS)
 def _sum_experts_row(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
     (load, store) = some_of(kind)
@@ -40,9 +39,3 @@ def _sum_experts_row(kind: int) -> Any:
             store(out + at, total, left)
 
     return sum_experts_row
-
-
-@each_unit(SUM_EXPERTS)
-def _sum_experts_unit(args, unit):
-    for row in rows_of_unit(args, unit):
-        _sum_experts_row(args, row)
