@@ -115,7 +115,7 @@ class TensorNames:
                 yield theirs + name[len(ours) :]
 
     def _in_stack(self, part: str) -> str:
-        """Return the name of a tensor of an expert as that of its place in a stack."""
+        """Return the name of an expert's tensor as the name of its place in a stack."""
         expert = _EXPERT.fullmatch(part)
         if expert is None:
             return part

@@ -32,7 +32,7 @@ _MAX_PARTS = 1024
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a file name is that of a GGUF file."""
+    """Return whether a file has a name of GGUF files."""
     return name.lower().endswith(SUFFIX)
 
 

@@ -442,7 +442,7 @@ def _fp8(config: Config) -> Quantization:
 
 
 def _mxfp4(config: Config) -> Quantization:
-    """Read that of gpt-oss: experts in MXFP4, in tensors of their own names."""
+    """Read the scheme of gpt-oss: experts in MXFP4, in tensors of their own names."""
     scheme = Scheme("mxfp4", "MXFP4", 4, scale_inputs=32, producer="gpt-oss")
     kept = _strings(config, "modules_to_not_convert")
 
@@ -501,14 +501,14 @@ def _compressed_tensors(config: Config) -> Quantization:
 
 
 def _matcher(pattern: str) -> Callable[[Module], bool]:
-    """Return what tells whether a pattern of compressed-tensors is for a module."""
+    """Return a function: whether a pattern of compressed-tensors is for a module."""
     if not pattern.startswith("re:"):
         return lambda module: pattern in module.names or pattern == module.kind
     return _finder(pattern.removeprefix("re:"), pattern, at_start=True)
 
 
 def _finder(text: str, pattern: str | None = None, *, at_start: bool = False) -> Callable[[Module], bool]:
-    """Return what tells whether a regular expression is found in a name of a module, or at its start.
+    """Return a function: whether a regular expression is found in a module's name, or at its start.
 
     pattern: the expression as the file has it, for messages.
     """

@@ -48,7 +48,7 @@ def shown(value: object) -> str:
 
 
 def _repr_parts(value: object) -> Iterator[str]:
-    """Yield the parts of repr(value), of a JSON value those of its entries one by one."""
+    """Yield the parts of repr(value); for a JSON value, the parts of one entry after the other."""
     if type(value) is str:
         yield repr(value[: MAX_SHOWN + 1])
     elif type(value) is list:

@@ -390,7 +390,7 @@ class BlockManager:
     # Steps in flight
 
     def begin_step(self) -> None:
-        """Start a step. Until it ends, it may read any block that is used now."""
+        """Start a step. Until it ends, blocks in use now are not given away, since the step may read them."""
         self.pool.begin_step()
         if self.host_pool.num_blocks:
             self.host_pool.begin_step()

@@ -16,7 +16,7 @@ _OBJECT_END = re.compile(r"[}\]\s]*")
 
 
 class CallParser(CallMachine):
-    """Finds calls in the format of a description. Text outside of calls is content.
+    """Finds calls in the format of a `CallSyntax`. Text outside of calls is content.
 
     Where calls begin, every format also accepts a JSON object with name and arguments, or a list of such
     objects.

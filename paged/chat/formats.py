@@ -513,7 +513,7 @@ MARKERS = frozenset(
 
 
 def formats_of(template: str, model_type: str | None = None) -> list[ChatSyntax]:
-    """Return the formats that fit a chat template, best first; if none fits, those of the model type."""
+    """Return the formats that fit a chat template, best first; if none fits, the model type's formats."""
     fitting = [entry for entry in CHAT_FORMATS if entry.fits(template)]
     return fitting or [entry for entry in CHAT_FORMATS if model_type in entry.model_types]
 

@@ -233,7 +233,7 @@ class ToolFormat:
     def text_with_calls(self, tools: Sequence[Tool], *, is_single: bool, reasoning: Iterable[str]) -> Format:
         """Return the format of text with calls, perhaps none. A single call ends the text.
 
-        The arguments of strict tools match their schemas; those of other tools are any object.
+        The arguments of strict tools match their schemas; other tools get any object.
 
         reasoning: texts that begin reasoning.
         """

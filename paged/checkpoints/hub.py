@@ -87,7 +87,7 @@ def _fetched_gguf(model: str, revision: str | None) -> Path:
 
 
 def _gguf_parts(model: str, names: Iterable[str]) -> list[str]:
-    """Return the names of the file of a quantisation, or of its parts, among those of a repository."""
+    """Return the names of a quantisation's file, or of its parts, among the files of a repository."""
     names = [*filter(is_gguf, names)]
     name = _of_quantisation(model, model.partition(":")[2], names)
     return [str(part) for part in part_paths(Path(name), exists=names.__contains__)]

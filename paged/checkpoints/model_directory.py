@@ -1,4 +1,4 @@
-"""The directory of a model: the demo's, a local one, that of a GGUF file, or one fetched from the hub."""
+"""The directory of a model: the demo's, a local one, one made of a GGUF file, or one fetched from the hub."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _local(model: str, revision: str | None) -> Path | None:
 
 
 def _with_gguf(directory: Path) -> Path:
-    """Return the directory itself, or that of the one GGUF file in it if it has no other weights."""
+    """Return the directory, or the directory made of its only GGUF file if it has no other weights."""
     names = gguf_files(directory)
     if not names or any(directory.glob("*.safetensors")):
         return directory

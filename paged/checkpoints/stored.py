@@ -1,4 +1,4 @@
-"""How a checkpoint stores weights: in which tensors, units of rows and order. A row is that of an output.
+"""How a checkpoint stores weights: in which tensors, units of rows and order. Each output has a row.
 
 Sources: what the loader asks of a file. Safetensors is one kind: `safetensors_file`.
 """
@@ -244,7 +244,7 @@ def float_layout(like: Tensor) -> Layout:
 
 
 def format_of(part: StoredPart, recognizers: Sequence[Recognizer]) -> StoredFormat:
-    """Return the format of a part: that of the first recognizer that knows it, or else floats."""
+    """Return the format of a part, by the first recognizer that knows it; floats if none does."""
     for recognize in recognizers:
         if (found := recognize(part)) is not None:
             return found
@@ -346,7 +346,7 @@ def _place_entries(
 def _place_columns(
     tensor: StoredTensor, layout: Layout, run: range, rows: Tensor, memory: Tensor, places: Tensor
 ) -> None:
-    """Copy rows whose entries are a run along the second dimension. rows: counted from that of the run."""
+    """Copy rows whose entries are a run along the second dimension. rows: counted from the run's first."""
     unit = layout.columns_in_one
     where = _as_slice(places)
     is_all = len(run) == tensor.shape[1]

@@ -37,7 +37,7 @@ def root(
     architectures: Annotated[bool, typer.Option("--architectures", help=_ARCHITECTURES_HELP)] = False,
     models: File = None,
 ) -> int:
-    """List the models that are here: those of the hub's cache, and those of models.toml."""
+    """List the models that are here, from the hub's cache and models.toml."""
     if context.invoked_subcommand is not None:
         return 0
     if architectures:

@@ -64,7 +64,7 @@ class GraphPool:
         return Cost(max(0, free - self._free_bytes()), seconds)
 
     def _free_bytes(self) -> int:
-        """Return the free memory, what torch keeps for later allocations included, but not that of graphs."""
+        """Return the free memory, with torch's own reserve for allocations, without the memory of graphs."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free: int = torch.cuda.mem_get_info(self._device)[0]

@@ -107,7 +107,7 @@ def cpu_quota(root: Path, memberships: str) -> float:
 
     root: where control groups are mounted.
     memberships: the text of /proc/self/cgroup. If the folders that it names are not visible, as in some
-        containers, the limit is that of root.
+        containers, the limit is the root group's.
     """
     return min(map(_quota_of, _folders(root, memberships)), default=math.inf)
 

@@ -14,7 +14,7 @@ CERTAIN = math.inf
 class Draft(NamedTuple):
     """A guess of a request's next tokens, in order; it may be empty.
 
-    confidence: if a step lacks room for all drafts, those of the highest confidence are verified; CERTAIN if
+    confidence: if a step lacks room for all drafts, the most confident ones are verified; CERTAIN if
         no other tokens may follow.
     """
 

@@ -168,7 +168,7 @@ class Adapters:
         return adapter
 
     def _evict(self) -> None:
-        """Drop the longest unused adapters from memory, but those of unfinished requests."""
+        """Drop the longest unused adapters from memory. Adapters of unfinished requests stay."""
         if len(self._used) <= self.most:
             return
         in_use = self._in_use()

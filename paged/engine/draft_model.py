@@ -1,4 +1,4 @@
-"""Find the draft model that a speculative_config names, and check that its tokens are those of the engine."""
+"""Find the draft model that a speculative_config names, and check that it has the tokens of the engine."""
 
 from __future__ import annotations
 

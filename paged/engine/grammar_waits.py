@@ -81,7 +81,7 @@ class GrammarWaits:
             wait_for(fast)
 
     def _release_computed(self) -> list[Request]:
-        """Release the requests whose masks are computed, hold those of slow grammars.
+        """Release the requests whose masks are computed, and hold requests of slow grammars.
 
         Return the requests that end.
         """

@@ -50,7 +50,7 @@ class LoadedAdapters:
         return next((each for each in [*self._by_name.values()] if each.lora_int_id == lora_int_id), None)
 
     def add(self, request: LoRARequest, content_hash: str) -> LoRARequest:
-        """Note an adapter that was read, in place of those of its name or number. Return it with its hash."""
+        """Note an adapter that was read, in place of any of its name or number. Return it with its hash."""
         while (other := self._of_number(request.lora_int_id)) is not None:
             del self._by_name[other.lora_name]
         self._by_name.pop(request.lora_name, None)

@@ -118,7 +118,7 @@ class ModelText:
         return SamplingParams(**{"max_tokens": max_tokens, **self.sampling_defaults, **given})
 
     def set_defaults(self, sampling: Mapping[str, Any]) -> None:
-        """Set default parameters of requests. They take precedence over those of the checkpoint.
+        """Set default parameters of requests. They take precedence over the checkpoint's defaults.
 
         Raises RequestError for parameters that contradict each other.
         """

@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is that of one host on the internet."""
+    """Return whether an address belongs to one host on the internet."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

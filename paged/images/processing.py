@@ -37,7 +37,7 @@ def sha256_of(vision: VisionSpec, pixels: Pixels) -> bytes:
 def patches_of(vision: VisionSpec, height: int, width: int, data: bytes) -> NDArray[np.float32]:
     """Return the patches of a resized image, f32[num_patches, patch_numbers], square by square.
 
-    The numbers of a patch are those of one channel after the other, row by row.
+    A patch has the numbers of one channel after the other, row by row.
     """
     side = vision.projector.side
     size = vision.tower.patch_size

@@ -299,7 +299,7 @@ class Decoder(nn.Module):
         return (query, residual) if inputs is None else (query, residual, inputs)
 
     def _begin(self, batch: Batch, stream: Stream | None) -> tuple[Stream, TokenRows]:
-        """Return the stream at the first layer, by default that of the tokens, and what layers get of it."""
+        """Return the stream at the first layer, by default from the tokens, and what layers get of it."""
         if stream is None:
             assert self.embedding is not None, "only the first part makes a stream of tokens"
             residual: Tensor = self.embedding(batch.token_ids)

@@ -1,4 +1,4 @@
-"""Which columns of a layer's states and convolution are those of a shard."""
+"""Which columns of a layer's states and convolution belong to a shard."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class KeptPixels:
         self._num_bytes += size
 
     def pixels(self) -> dict[bytes, bytes]:
-        """Return the pixels of all images that are kept, by sha256: those of the current step among them."""
+        """Return the pixels of all stored images, by sha256, the images of the current step included."""
         return {sha256: pixels for sha256, (_, pixels) in self._kept.items()}
 
     def trim(self) -> None:

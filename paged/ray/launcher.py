@@ -216,7 +216,7 @@ class RayProcess:
         return self._loss or f"on {nodes[0]} {ray.get(self._actor.how_ended.remote(PLACE_S))}"
 
     def _begin(self, nodes: Sequence[str]) -> None:
-        """Start the engine process, and those of the other ranks."""
+        """Start the engine process, and the processes of the other ranks."""
         if not self._ranks:
             self.pid = ray.get(self._actor.begin.remote({}))
             return

@@ -45,9 +45,9 @@ class Replayed(NamedTuple):
 
 
 class DecodeGraphs(GraphStore[DecodeGraph]):
-    """CUDA graphs of a whole model's steps that sample after each of their tokens.
+    """CUDA graphs of steps of a whole model, in which every token is followed by a sampled one.
 
-    logits: computes logits from final hidden states; None: the method of the model is used.
+    logits: computes logits from final hidden states; None uses the model's method.
     """
 
     def __init__(

@@ -344,7 +344,7 @@ class DraftModel:
         return logits if logits.shape[1] == self._vocab_size else self._fitted(logits)
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """Cut off the logits of tokens that the engine's model lacks, or add those of which it has more."""
+        """Cut off the logits of tokens that only the draft model has; add logits of tokens that it lacks."""
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return pad(logits, (0, missing), value=-torch.inf)

@@ -1,4 +1,4 @@
-"""Load weights that an earlier start has packed, or keep those of this one for the next."""
+"""Load weights that an earlier start has packed, or store this start's packed weights for the next."""
 
 from __future__ import annotations
 

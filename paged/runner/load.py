@@ -81,7 +81,7 @@ def _load(
     *,
     may_be_kept: bool = True,
 ) -> Decoder:
-    """Load the weights: those that are kept from an earlier start, or those of the checkpoint."""
+    """Load the weights, packed by an earlier start or from the checkpoint."""
     with (
         open_model(sizes, model_config, device, directory, kernels) as (model, loader),
         freed_at_once(),
@@ -336,7 +336,7 @@ def on_meta(
 def _recognizers_of(
     quantization: Quantization | None, names: TensorNames, sources: Sources
 ) -> tuple[Recognizer, ...]:
-    """Return what recognizes quantised weights: those of config.json, or of a GGUF file."""
+    """Return the recognizers of quantised weights: by config.json, or of a GGUF file."""
     if quantization is None and not any(is_gguf(each.path.name) for each in islice(sources.values(), 1)):
         return ()
     from ..checkpoints.formats.recognizers import recognizers_of

@@ -70,7 +70,7 @@ def _without_unused(sources: Sources, quantization: Quantization, kv_scales: Fou
 
 
 def float_forms(sizes: Sizes, kernels: Kernels, device: torch.device) -> Forms:
-    """Choose the forms of weights that stay floats in a quantised model, such as those of a vision tower."""
+    """Choose the forms of weights that stay floats in a quantised model, such as a vision tower's."""
     dtype: torch.dtype = getattr(torch, sizes.dtype)
     in_panels = weights_in_panels(sizes.config, kernels, device, dtype)
     return choose_forms(device, dtype, None, tied=False, in_panels=in_panels)

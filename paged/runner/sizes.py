@@ -232,7 +232,7 @@ class Sizes:
 
     @property
     def num_run_places(self) -> int:
-        """The number of tokens whose inputs a seat stores: those of a run of drafts and of the run before it.
+        """The number of tokens whose inputs a seat stores: of a run of drafts, and of the run before it.
 
         It is 0 without drafts or without states.
         """
@@ -246,7 +246,7 @@ class Sizes:
 
     @property
     def num_states(self) -> int:
-        """The number of states on the device: those of running sequences, and the snapshots."""
+        """The number of states on the device, of running sequences and snapshots."""
         return self.config.num_seats * self.states_of_seat + self.num_snapshots
 
     @property

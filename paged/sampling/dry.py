@@ -237,7 +237,7 @@ class DryHistory:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
     def check(self) -> None:
-        """Check that every text has its places, and that their reach equals that of a brute-force search."""
+        """Check that every text has its places, and that a brute-force search finds the same reach."""
         assert [text.request for text in self._texts] == self._requests, "an update was interrupted"
         _, token, position, owner, before, reach = self._places[:, : self._num_places].tolist()
         assert set(owner) == {*range(len(self._texts))}, "a place without a text, or a text without places"

@@ -125,7 +125,7 @@ class AdapterSlots:
         return found
 
     def join(self, request: Request) -> None:
-        """Assign a slot to a request that starts to run: that of its adapter, or the least recently used."""
+        """Assign a slot to a request that starts to run: its adapter's, or the least recently used one."""
         self._num_passes += 1
         adapter = request.inputs.adapter
         if not adapter:

@@ -151,7 +151,7 @@ class FrontEnd:
         return names if allowed is None else [name for name in names if name in allowed]
 
     def name_of(self, call: Call) -> str:
-        """Return the name of the model for the response to a call: that of its adapter, if it has one."""
+        """Return the name of the model for the response to a call: its adapter's name, if it has one."""
         return self.names[0] if call.adapter is None else call.adapter.lora_name
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:

@@ -148,7 +148,7 @@ def _config_of(files: list[Path]) -> dict[str, Any]:
 
 
 def _context_of(config: dict[str, Any]) -> Any:
-    """Return the longest context by a config.json, that of the text of a model that sees images."""
+    """Return the longest context by a config.json; of a model that sees images, by its text config."""
     text = config.get("text_config")
     own = text if isinstance(text, dict) else config
     return own.get("max_position_embeddings", config.get("max_position_embeddings"))

@@ -235,7 +235,7 @@ class Supervisor:
         return None if fewest.connection.requests else fewest
 
     def _place_of(self, request: SentRequest) -> SupervisedEngine | None:
-        """Return the engine for a waiting request, where one can have it; for a fork that of its parent."""
+        """Return an engine that can have a waiting request, if any; for a fork, the engine of its parent."""
         if request.follows is None:
             return self.choose(request.inbox.token_ids)
         parent = self._requests.get(request.follows)

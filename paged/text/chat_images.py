@@ -148,7 +148,7 @@ def _check_part(name: str, part: Mapping[str, Any]) -> str:
 
 
 def _url_of(name: str, value: Any, detail: Any) -> str:
-    """Return the URL of an image_url: the text itself, or that of an object with url and detail."""
+    """Return the URL of an image_url, which is text or an object with url and detail."""
     if isinstance(value, Mapping):
         for key in value:
             if key not in ("url", "detail"):

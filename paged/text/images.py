@@ -51,12 +51,12 @@ class Parsed(NamedTuple):
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a URL is that of an image which may be fetched."""
+    """Return whether a URL is one of an image that may be fetched."""
     return url[: len(HTTPS)].lower() == HTTPS
 
 
 def is_file_url(url: str) -> bool:
-    """Return whether a URL is that of a file here, which the library and the commands read."""
+    """Return whether a URL names a file on this machine, which the library and the commands read."""
     return url[: len(FILE_URL)].lower() == FILE_URL
 
 
@@ -150,7 +150,7 @@ class ImagePrompts:
 
     @property
     def known_ids(self) -> frozenset[int]:
-        """The tokens that a prompt with images may have beside those of texts."""
+        """The tokens that a prompt with images may have besides tokens of text."""
         return frozenset((self.vision.token_id, self.placeholder_id, *self.vision.boundary_ids))
 
     def given(self, data: Any) -> list[NamedImage]:
@@ -178,7 +178,7 @@ class ImagePrompts:
     def parse(self, prompt: Any, images: Sequence[NamedImage], **options: Any) -> Parsed:
         """Return the prompt with the tokens of its images. Raises RequestError.
 
-        prompt: text or token ids. options: those of `Tokenizer.encode`.
+        prompt: text or token ids. options: options of `Tokenizer.encode`.
         """
         self.check_number(len(images))
         if isinstance(prompt, str) and self._tokenizer is None:

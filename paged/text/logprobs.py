@@ -14,7 +14,7 @@ from .view import View
 class SampleLogprobs:
     """The log-probabilities of one sample, decoded as its tokens come.
 
-    cumulative: the sum of those of the chosen tokens.
+    cumulative: the sum of the chosen tokens' log-probabilities.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -102,7 +102,7 @@ class PromptLogprobs:
             self._places = []
 
     def whole(self) -> list[dict[int, Logprob] | None] | None:
-        """Return those of all tokens; None until they are known, and if the outbox took them."""
+        """Return all log-probabilities; None until they are known, and if the outbox took them."""
         if self._num_taken or not self._report.is_complete:
             return None
         self.read(math.inf)

@@ -83,7 +83,7 @@ def _system_forms(messages: Sequence[Message], *, knows_developer: bool) -> Iter
 
 
 def _is_plainly_shown(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered text has that of the only system message, the first, and no other has it."""
+    """Return whether a rendered text has the text of the first message, the only system message with it."""
     first, *others = messages
     if first["role"] not in SYSTEM_ROLES or _has_system(others):
         return False
@@ -92,7 +92,7 @@ def _is_plainly_shown(messages: Sequence[Message], text: str) -> bool:
 
 
 def _shows_marks(messages: Sequence[Message], form: Form, write: Write) -> bool:
-    """Return whether a form of the messages, rendered with a mark in each, shows those of system messages.
+    """Return whether a form of the messages, rendered with marks, shows the marks of system messages.
 
     Those behind other messages must not be moved behind later ones.
     """
@@ -184,7 +184,7 @@ def _without_system(messages: Sequence[Message], joins: bool) -> list[Message]:
 
 
 def _is_one_turn(before: Message, after: Message) -> bool:
-    """Return whether two messages can be one: those of a user, or texts of an assistant."""
+    """Return whether two messages can be one: both of a user, or both texts of an assistant."""
     if before["role"] != after["role"]:
         return False
     return before["role"] == "user" or (

@@ -56,7 +56,7 @@ def is_published(description: Part) -> bool:
 
 
 def has_published_parts(parts: Part) -> bool:
-    """Return whether a tokenizer's parts besides its model are those of a published tokenizer."""
+    """Return whether a published tokenizer has the same parts besides its model."""
     try:
         chain = (parts["normalizer"], parts["pre_tokenizer"], parts["decoder"])
         return (chain in _SENTENCEPIECE or _is_byte_level(*chain)) and _is_template(parts["post_processor"])

@@ -146,7 +146,7 @@ def linear(
 
 
 class WeightsOfRows(NamedTuple):
-    """The weights of all experts, and the range of rows for each. All weights are packed for the same x."""
+    """The weights of all experts, and the range of rows for each. All weights have the same packed form."""
 
     table: Tensor  # i64[num_experts, 4], see `units`
     offsets: Tensor  # i32[num_experts + 1]: the rows of expert e are offsets[e] to offsets[e + 1]

@@ -203,7 +203,7 @@ def _shape(own: Config, called: dict[str, str], num_heads: int) -> KVShape:
 def _sources(hf: Config, layer_types: tuple[str, ...], shapes: tuple[KVShape, ...]) -> tuple[int | None, ...]:
     """For each layer, return the earlier layer whose K and V it reads; None: it has its own.
 
-    The last num_kv_shared_layers read those of the last earlier layer of their type.
+    The last num_kv_shared_layers read K and V of the last earlier layer of their type.
     """
     num_layers = len(layer_types)
     name = "num_kv_shared_layers"

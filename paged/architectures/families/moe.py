@@ -225,7 +225,7 @@ def read_experts(
 def _check_groups(options: RoutingOptions, num_experts: int, count: str, chosen: str) -> None:
     """Raise CheckpointError unless the groups of experts are alike, and those kept have enough for a token.
 
-    count, chosen: the keys of the number of experts, and of those of a token.
+    count, chosen: the keys of the number of experts, and of the number chosen for a token.
     """
     groups = f"n_group {options.num_groups}"
     kept = f"topk_group {options.num_kept_groups}"

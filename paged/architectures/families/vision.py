@@ -526,7 +526,7 @@ def require_reader(text: ModelConfig) -> Read:
 
 
 def vision_of(hf: Config, text: ModelConfig) -> Seen:
-    """Return what a model sees images with, and the names of its tensors with those of the tower.
+    """Return what a model sees images with, and the names of all tensors, the tower's included.
 
     hf: config.json. text: the model that `hf_config` has read from it.
 

@@ -22,7 +22,7 @@ _KNOWN = ("adapter.type", "adapter.lora.alpha", "adapter.lora.task_name", "adapt
 
 
 def read_gguf_adapter(path: Path, config: ModelConfig) -> LoraAdapter:
-    """Read an adapter. config: that of its model.
+    """Read an adapter. config: the config of its model.
 
     Raises CheckpointError, which names file and tensor or key, for what is damaged, not finite, not supported
     or of another model.

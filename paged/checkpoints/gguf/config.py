@@ -181,7 +181,7 @@ def _bits(tensors: Mapping[str, GgufTensor]) -> dict[str, float]:
 
 
 def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
-    """Return that of most weights; of codes, bfloat16."""
+    """Return the dtype of most weights; bfloat16 if most are codes."""
     counts = dict.fromkeys(_DTYPES.values(), 0)
     for tensor in tensors.values():
         if tensor.type.in_blocks:

@@ -164,7 +164,7 @@ def _put(file: Path, make: Callable[[Path], Any]) -> None:
 
 
 def _remove_oldest(cache: Path) -> None:
-    """Keep the directories that were used last, and those of the last day, which may be in use."""
+    """Remove directories, but the last used ones, and all of the last day, which may be in use."""
     used = []
     for directory in cache.iterdir():
         with suppress(OSError):  # another process removes it

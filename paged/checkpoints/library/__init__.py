@@ -1,1 +1,1 @@
-"""Models by name: those of models.toml, and those in the cache of the hub."""
+"""Models by name: the entries of models.toml, and what is in the cache of the hub."""

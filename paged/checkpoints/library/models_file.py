@@ -41,7 +41,7 @@ class ModelEntry:
     checkpoint: a directory, a GGUF file, a hub id, or "demo".
     system: the system prompt of conversations without one.
     template: a chat template in place of the checkpoint's.
-    keep_alive: seconds without a request after which a server unloads it; inf never, None as the server says.
+    keep_alive: seconds without a request after which a server unloads it; inf: never; None: the server's own.
     engine: options of `EngineConfig`. sampling: defaults of `SamplingParams`.
     line: the line of its header; 0 for an entry that is in no file.
     """

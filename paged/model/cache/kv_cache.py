@@ -139,14 +139,14 @@ class KVCache:
             kernels.copy_blocks(_planes(host), pairs, _planes(tensor))
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every tensor and its counterpart on the host, those of the draft model last."""
+        """Yield every tensor and its counterpart on the host, the draft model's tensors last."""
         yield from zip(self.tensors.values(), self.host.values(), strict=True)
         if self.draft is not None:
             yield from self.draft._pairs()
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
-        """The tensors of this cache and, under other names, those of the draft model's cache."""
+        """The tensors of this cache and, under other names, of the draft model's cache."""
         of_draft = {} if self.draft is None else self.draft.tensors
         return self.tensors | {DRAFT + name: tensor for name, tensor in of_draft.items()}
 

@@ -38,7 +38,7 @@ class CacheLayout:
     def of(cls, config: ModelConfig, block_size: int, part: ModelPart | None = None) -> CacheLayout:
         """Lay out the cache of a model, or of a part of it. Blocks are numbered as in the whole model.
 
-        A shard stores only its own heads. Its blocks hold as many tokens as those of an undivided model.
+        A shard stores only its own heads. Its blocks hold as many tokens as the blocks of an undivided model.
         """
         shapes = config.kv_shapes
         if part is not None:

@@ -167,7 +167,7 @@ class Attention(Loadable):
         call_within_step(exchange, qkv)
 
     def _max_decode_q(self, query: Tensor, key_cache: Tensor, queries: Queries) -> int:
-        """Return the most new tokens of a decode: as many as are asked for, or as tiles hold."""
+        """Return the maximum number of new tokens of a decode: what is asked for, or what fits in a tile."""
         most = queries.max_decode_q
         if most > 1:
             group = query.shape[1] // key_cache.shape[2]
@@ -209,7 +209,7 @@ class Attention(Loadable):
 def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> StoredRows:
     """Return the stored rows of Q, K and V, in the order in which the kernels take them.
 
-    order: that of the dimensions in each head of Q and K. Q Kᵀ is the same in any.
+    order: the order of the dimensions in each head of Q and K. Q Kᵀ is the same in any order.
     """
     spec = config.attentions[layer]
     name = f"{LAYERS}{layer}.self_attn"
@@ -242,7 +242,7 @@ def _stored_qkv(config: ModelConfig, layer: int, order: Tensor | None) -> Stored
 
 
 def _own_rows(whole: AttentionSpec, shard: Shard) -> Iterator[range]:
-    """Yield the rows of gates, Q, K and V that are those of a shard's heads."""
+    """Yield the rows of gates, Q, K and V that belong to a shard's heads."""
     head_dim = whole.kv.key_dim
     heads = shard.kv_heads(whole.kv.num_kv_heads)
     q_heads = shard.share(whole.num_heads)

@@ -23,9 +23,9 @@ class TowerLinear(Linear):
 
 
 class NamelessParameter(Loadable):
-    """A parameter that is stored under the name of a module's part, without a name behind it.
+    """A parameter that is stored under the bare name of a module's part, without ".weight".
 
-    shape: that of the stored tensor.
+    shape: the shape of the stored tensor.
     """
 
     def __init__(self, name: str, *shape: int) -> None:

@@ -69,7 +69,7 @@ class Head:
 class Chunks(ABC):
     """Makes the chunks of one streamed response from outputs with deltas.
 
-    Send the chunks of `start` before the first output, those of `add` for each output, and those of `finish`
+    Send the chunks of `start` before the first output, of `add` for each output, and of `finish`
     after the last. If an output failed (`failure_of`), do not add it: send its error as the last event.
 
     NAMES_EVENTS: whether each event has the name of its type. The last event then says that the answer has

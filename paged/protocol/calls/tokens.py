@@ -133,7 +133,7 @@ def tokens_of(
 
 
 def encoded(text: ModelText, tokenizer: Tokenizer, prompt: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of a prompt that is text, with those of its images. Raises RequestError."""
+    """Return the tokens of a prompt that is text, with the tokens of its images. Raises RequestError."""
     special = {"add_special_tokens": prompt["add_special_tokens"]}
     if "multi_modal_data" in prompt and text.images is not None:
         images = text.images.given(prompt["multi_modal_data"])

@@ -37,7 +37,7 @@ class ImageURL(Text):
 def image_part(place: str, url: str, detail: str | None = None, *, field: str = "") -> dict[str, Any]:
     """Return the part of a chat's message for an image.
 
-    place: its path in the body, for messages. field: that of its URL within it; "": the place has no fields.
+    place: its path in the body, for messages. field: the place's field with the URL; "": none.
     """
     url_place = f"{place}.{field}" if field else place
     part = {"type": "image_url", "image_url": {"url": url, "detail": detail}}

@@ -1,4 +1,4 @@
-"""The fields of bodies of /v1/messages, and those of their blocks."""
+"""The fields of bodies of /v1/messages, and of their blocks."""
 
 from __future__ import annotations
 

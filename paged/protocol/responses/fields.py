@@ -1,4 +1,4 @@
-"""The fields of a body of /v1/responses, and those of its items."""
+"""The fields of a body of /v1/responses, and of its items."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class _Turns:
 
 
 def _chat_part(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part as those of a chat's messages are."""
+    """Return a part in the form of parts of a chat's messages."""
     if part["type"] == "input_image":
         return image_part(name, part["image_url"], part.get("detail"), field="image_url")
     return {"type": "text", "text": _part_text(part)}

@@ -293,7 +293,7 @@ def _positions(plan: ComputedPart) -> list[int]:
 
 
 def _offset_positions(positions: list[int], plan: ComputedPart, long: LongContext) -> list[int]:
-    """Return the positions, those of long requests higher by the offset."""
+    """Return the positions; the positions of long requests are higher by the offset."""
     shifted = positions.copy()
     start = 0
     for length, num_new in zip(plan.rope_lens, plan.counts, strict=True):

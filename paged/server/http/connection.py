@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough. Disconnect the client if that takes too long."""
+        """Wait until the client has read enough. Disconnect the client if this takes too long."""
         if self._is_writable.is_set():
             return
         timer = self._loop.call_later(self._context.slow_client_s, self._cut_off)

@@ -253,7 +253,7 @@ class Exchange:
         return parts
 
     async def hold(self, num_bytes: int) -> None:
-        """Count bytes that were fetched for the request as those of its body. Raises HttpError."""
+        """Count bytes that were fetched for the request as bytes of its body. Raises HttpError."""
         assert self._room is not None, "the body was read before"
         if not await _grow(self._room, num_bytes):
             raise self._no_room()

@@ -204,7 +204,7 @@ class _Marks:
             )
 
     def opened_before(self, place: int) -> bytes:
-        """Return the brackets that are open at a place of the last part, after that of the last call.
+        """Return the brackets that are open at a place of the last part. Places rise from call to call.
 
         Raises RequestError if one closes another kind, or too many are open.
         """

@@ -60,7 +60,7 @@ class Catalog:
         return None
 
     def reload(self) -> None:
-        """Read the file of models again. Raises ConfigError if it is wrong; the models of before stay."""
+        """Read the file of models again. If it is wrong, raise ConfigError and keep the earlier models."""
         file = ModelsFile(self.file.path)
         self._given = given_entries(self._names, file)
         self.file = file

@@ -256,7 +256,7 @@ class ServerMetrics(Observer):
 
 
 def rendered(families: Iterator[Metric]) -> bytes:
-    """Return metrics in the text format of Prometheus, with those of this process."""
+    """Return metrics in the text format of Prometheus, with the metrics of this process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Rendering(families))
     ProcessCollector(registry=registry)

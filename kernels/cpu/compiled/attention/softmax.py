@@ -78,7 +78,7 @@ def end_of_keys(last_keys, position, first, end):
     """Return the position behind the last key that one of a unit's tokens [first, end) sees.
 
     last_keys: the address of the last position that each token of the unit sees; 0: its own.
-    position: that of the unit's first token.
+    position: the position of the unit's first token.
     """
     behind = position + end
     if last_keys:

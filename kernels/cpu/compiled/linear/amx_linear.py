@@ -73,7 +73,7 @@ def _first_panel(args, unit):
 def _multiply(args, unit, own, next_panel, scratch, a, a_stride, configured):
     """Multiply a unit's rows, in bfloat16, by its panels. Return what the tiles are configured for.
 
-    unit: of those of its weight.
+    unit: the number of the unit among the units of its weight.
     """
     panel = _first_panel(args, unit)
     first = own.start + unit // _units_across(args) * args.unit_rows

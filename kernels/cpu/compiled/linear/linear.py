@@ -48,7 +48,7 @@ _HAS_GROUPS = compiles(LINEAR.name, CODES4, CODES4_PAIRS, CODES8, CODES8_PAIRS, 
 
 @function
 def _linear(args, unit, own, next_panel, scratch):
-    """Multiply the rows of a unit by a panel. unit: of those of its weight."""
+    """Multiply the rows of a unit by a panel. unit: its number in the weight."""
     panel = unit % args.num_panels
     first = own.start + unit // args.num_panels * ROWS
     width = LANES if args.gated else PANEL  # of a panel's results

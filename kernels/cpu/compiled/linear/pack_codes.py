@@ -73,7 +73,7 @@ def _pack_halves(args, panel, start, end):
 
 @function
 def _pack_pairs(args, panel, start, end):
-    """Pack codes of 4 bits in the order of Codes4Pairs: of 16 those of the even inputs, then the others.
+    """Pack codes of 4 bits in the order of Codes4Pairs: of 16 codes the even inputs, then the odd ones.
 
     Of each 8, codes 0, 4, 2 and 6 come to lie in this order, those of the second 8 beside those of the first.
     """

@@ -107,7 +107,7 @@ class Codes(Reader):
         return [emit.narrow(builder, *floats[:2]), emit.narrow(builder, *floats[2:])]
 
     def numbers(self, builder: Any, address: Any, table: Any) -> list[Any]:
-        """Load a step's numbers: two halves of the outputs or, if inputs are in pairs, four quarters."""
+        """Load a step's numbers as vectors: two, of half of the outputs each; four if inputs are in pairs."""
         raise NotImplementedError
 
 
@@ -235,7 +235,7 @@ def look_up(builder: Any, table: Any, codes: Any, first: int) -> Any:
 
 
 def _look_up_bytes(builder: Any, vectors: list[Any], index: Any) -> Any:
-    """Look up in 64 bytes at once: those of number i begin at 4 i."""
+    """Look up in 64 bytes at once. The bytes of number i begin at 4 i."""
     bytes_ = ir.VectorType(emit.I8, 16)
     places = builder.mul(index, emit.constant(0x04040404, INTS))
     places = builder.add(places, emit.constant(0x03020100, INTS))

@@ -43,7 +43,7 @@ def _convolve(kind: int) -> Any:
 
     @function
     def read_state(args, ring, state, first, count, is_new):
-        """Put the inputs before token 0 of this step into the ring; the first of them is that of row 1."""
+        """Put the inputs before token 0 of this step into the ring; row 1 has the first of them."""
         for j in range(args.width - 1):
             if is_new:
                 row = ring + ((j + 1) & (RING - 1)) * _ROW_BYTES
