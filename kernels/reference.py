@@ -690,7 +690,7 @@ def _gather(
 
 def apply_penalties(
     logits: Tensor,  # f32[num_rows, vocab_size], changed in place
-    rows: Tensor,  # i64[n], which rows of it
+    rows: Tensor,  # i64[n], the rows of logits to change
     slots: Tensor,  # i64[n], where the history of each is
     output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
     seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output

@@ -177,7 +177,7 @@ def from_hf(hf: Config) -> ModelConfig:
 
 
 def _without_head(hf: Config, architecture: str) -> ModelConfig:
-    """Reduce the config.json of a model that was saved without its head: of one that makes embeddings."""
+    """Reduce the config.json of a model of embeddings, which was saved without its head."""
     config = from_hf({**hf, "architectures": [architecture]})
     return replace(config, tie_word_embeddings=True, has_head=config.tie_word_embeddings)
 

@@ -69,7 +69,7 @@ class HarmonyParser(CallMachine):
     def _header(self) -> Generator[None, None, str | None]:
         """Read a header up to its end, which is read too. Return it; None if there is none.
 
-        One that is cut is read, and nothing is held any more.
+        A header that was cut is read, and no text is held back any more.
         """
         begin = ""
         for text in (CHANNEL, MESSAGE, _TO):

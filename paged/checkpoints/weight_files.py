@@ -22,7 +22,7 @@ _NAMED_BY_CONFIG = "transformers_weights"  # a key of config.json
 def find_weight_files(directory: Path) -> list[Path]:
     """Return the files of a checkpoint that hold weights. Log the other weight files, which are ignored.
 
-    The files are the one that config.json names, else model.safetensors, else those that
+    These are the file that config.json names, else model.safetensors, else the files that
     model.safetensors.index.json lists. In a directory made for a GGUF file, it is the GGUF file.
 
     Raises CheckpointError if files are missing, and names the files that are there instead.

@@ -129,7 +129,7 @@ def serve(
 def _prompts(rng: random.Random, number: int, length: int, is_chat: bool) -> list[dict[str, Any]]:
     """Return the fields of random prompts.
 
-    Those of chats are words of one letter, which most tokenizers hold as one token each.
+    Chats get words of one letter, which are one token each in most tokenizers.
     """
     if is_chat:
         return [_chat(" ".join(rng.choices(string.ascii_letters, k=length))) for _ in range(number)]

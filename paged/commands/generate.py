@@ -182,7 +182,7 @@ def _stream(
 
 
 def _with_images(engine: LLMEngine, prompt: str, images: Sequence[str]) -> dict[str, Any]:
-    """Return a prompt with images. One that has no place for them has them at its beginning."""
+    """Return a prompt with images. If the prompt has no place for them, they come first."""
     from ..text.images import is_file_url, is_remote
 
     known = engine.text.images

@@ -59,7 +59,7 @@ def _fetch_nothing() -> None:
 
 
 def _make_folder(place: Path) -> None:
-    """Make the folder of pinned prefixes, for its user alone: they are what users have written."""
+    """Make the folder of pinned prefixes, for its user alone, since prefixes are texts of users."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = None if os.access(place, os.W_OK | os.X_OK) else "it cannot be written"

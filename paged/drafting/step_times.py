@@ -129,7 +129,7 @@ class StepTimes:
             self._curves.clear()
 
     def _near(self, key: Key) -> _Time | None:
-        """Return the time of a key, or of one beside it."""
+        """Return the time of a key, or of a neighbouring key."""
         times = self._times
         time = times.get(key)
         if time is not None:

@@ -421,7 +421,7 @@ class AsyncEngine(ABC, Generic[E]):
         load_inplace reads it again, and lets it take the place of one with its name or number. Requests that
         have begun keep the adapter with which they began.
 
-        Raises RequestError if it cannot be read, does not fit the model, or contradicts one that is known;
+        Raises RequestError if it cannot be read, does not fit the model, or contradicts a known adapter;
         nothing has changed then. Raises UsageError without enable_lora, and EngineDeadError.
         """
 

@@ -20,7 +20,7 @@ def find_draft_model(
         the vocabularies are compared.
 
     Raises ConfigError for a draft model that has other tokens or makes embeddings, and CheckpointError or
-    UnsupportedModelError for one that cannot be read. No weights are read.
+    UnsupportedModelError for a model that cannot be read. No weights are read.
     """
     speculation = config.speculation
     if speculation is None or speculation.model is None:

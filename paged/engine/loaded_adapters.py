@@ -24,7 +24,7 @@ class LoadedAdapters:
     def find(self, request: Any) -> LoRARequest | None:
         """Return the adapter of this name, number and path; None if it is to be read.
 
-        Raises RequestError for what is no LoRARequest, and for one that contradicts an adapter that is here.
+        Raises RequestError for anything but a LoRARequest, and if it contradicts a loaded adapter.
         """
         if not isinstance(request, LoRARequest):
             raise RequestError(

@@ -148,7 +148,7 @@ class EngineLoop:
     def reads(self, lora_request: LoRARequest | None) -> bool:
         """Return whether a file is read to add a request with this adapter. Any thread may call this.
 
-        Raises RequestError for one that contradicts an adapter that is loaded.
+        Raises RequestError if the request contradicts a loaded adapter.
         """
         adapters = self.engine.core.factory.adapters
         if lora_request is None or adapters is None:

@@ -28,7 +28,7 @@ def resizing_of(vision: VisionSpec) -> Resizing:
 
 
 def sha256_of(vision: VisionSpec, pixels: Pixels) -> bytes:
-    """Return the sha256 of an image and of all that decides its embeddings, but for the model."""
+    """Return the sha256 of an image and of all processing that its embeddings depend on."""
     digest = hashlib.sha256(repr((vision.family, vision.processing, pixels.size)).encode())
     digest.update(pixels.data)
     return digest.digest()

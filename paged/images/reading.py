@@ -52,7 +52,7 @@ def read_seeing(config: EngineConfig, directory: Path) -> ModelConfig:
 
 
 def with_vision(config: EngineConfig, model: ModelConfig, directory: Path) -> tuple[ModelConfig, str]:
-    """Return the model with what it sees images with; and why it sees none, if it does not.
+    """Return the model with its `VisionSpec`, and ""; or the model as it is, and why it sees no images.
 
     Raises CheckpointError for files that are wrong or contradict each other.
     """
@@ -109,7 +109,7 @@ def _with_kwargs(
 
 
 def _processor_config(directory: Path) -> tuple[Path, Config, Config]:
-    """Return the file that says how images are processed, what it says of them, and what is beside that."""
+    """Return the name of the processor's file, its part about images, and its other parts."""
     file = directory / OLD_FILE
     whole = read_json(file) if file.exists() else {}
     nested = whole.get("image_processor")

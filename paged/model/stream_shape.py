@@ -30,7 +30,7 @@ class StreamShape(NamedTuple):
         return cls(size, size * has_hidden, num_inputs)
 
     def stream(self, tensors: Iterable[Tensor]) -> Stream:
-        """Make a stream of these tensors. It has the per-layer vectors of later layers only."""
+        """Make a stream of these tensors. It has the per-layer vectors of the layers to come."""
         own = iter(tensors)
         residual, hidden, inputs = (next(own) if columns else None for columns in self)
         assert residual is not None, "there is always a residual"

@@ -67,7 +67,7 @@ class PromptImage:
 
     @property
     def content(self) -> Content:
-        """Where it is in the prompt, and what it is, for the prefix cache."""
+        """Its place in the prompt and its content, for the prefix cache."""
         from ..blocks.content_chain import Content
 
         return Content(self.start, self.end, self.sha256)

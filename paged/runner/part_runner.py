@@ -180,7 +180,7 @@ class PartRunner:
 
     @contextmanager
     def _explaining_shortage(self, directory: Path) -> Iterator[None]:
-        """Add the figures of the engine, and what would fit, to the error of one that does not."""
+        """Add figures, and options that would fit, to the error of an engine that does not fit."""
         try:
             yield
         except ResourceError as error:

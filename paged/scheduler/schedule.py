@@ -191,7 +191,7 @@ class Schedule:
         return asked
 
     def end_reported(self, row: int, now: float) -> bool:
-        """Finish the request of a row if its report has failed, or is complete and all that it wants."""
+        """Finish the request of a row if its report has failed, or is complete and no token is wanted."""
         request = self.requests[row]
         if request.finish_reason is not None:  # aborted in flight
             return False

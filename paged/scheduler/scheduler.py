@@ -162,7 +162,7 @@ class Scheduler:
         return self._queue.peek() is not None or not all(request.held for request in self.running)
 
     def run_ahead(self) -> None:
-        """Enable steps ahead: schedule decodes whose last token a step in flight still computes."""
+        """Schedule decodes from now on even while a step in flight still computes their last token."""
         from .ahead import StepsAhead
 
         self.ahead = StepsAhead(self._running, self.preemption, self.block_manager)
@@ -456,7 +456,7 @@ class Scheduler:
         return self.block_manager.pool.num_available - kept - sum(map(self._running.missing_blocks, begun))
 
     def _budget_left(self, schedule: Schedule) -> int:
-        """Return how many tokens the step can still have, beside what it does for images."""
+        """Return how many tokens the step can still have, besides its work on images."""
         left = self.max_num_batched_tokens - schedule.num_tokens
         return left if self.towers is None else self.towers.beside(left)
 

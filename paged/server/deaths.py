@@ -100,7 +100,7 @@ class Suspicion:
             self.survived_s = max(0.0, lived_until - began_at)
 
     def has_outlived(self, step: int) -> bool:
-        """Return whether the request has run for twice as many steps, and twice as long, as before the last
+        """Return whether the request has run for twice as many steps and twice as long as before the last
         death.
 
         Time counts besides steps, because steps are shorter when the request runs alone, and the last step

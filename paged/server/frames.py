@@ -88,9 +88,9 @@ class Start(Frame):
     log_format: the format of the process's lines on stderr.
     replica: the number of this process among num_replicas. The processes share the cores, or have a GPU each.
     host: the name of the front end's machine.
-    adapters: the LoRA adapters that the engine reads before it serves. One that cannot be read ends the
-        start, but if its content_hash is known: then its requests alone fail.
-    prefixes: the folder of pinned prefixes that it loads before; "" for none.
+    adapters: the LoRA adapters that the engine reads before it serves. The start fails if one cannot be
+        read; but if the adapter's content_hash is known, only its own requests fail.
+    prefixes: the folder of pinned prefixes to load before serving; "" for none.
     """
 
     options: dict[str, Any]

@@ -149,8 +149,8 @@ class ServeOptions:
     metrics_prefix: the prefix of the names at /metrics; vllm gives the names of vLLM.
     log_format: "text" or "json", the format of the line that each request writes to the log.
     otlp_traces_endpoint: the URL of a collector to which a span of each request is sent.
-    models: a models.toml, of which all models are served, as are those in the hub's cache; without a value
-        the user's own. Several names as MODEL serve these alone.
+    models: serve all models of this models.toml and of the hub's cache; without a value, the file is the
+        user's own. Several names as MODEL serve only these models.
     memory: bytes that all engines of several models may take together, such as 12GiB; by default four fifths
         of what is free at the start.
     keep_alive: how long each of several models stays loaded without a request, where neither models.toml nor

@@ -126,7 +126,7 @@ class SupervisedEngine:
         return sum(death.counts for death in self._restarts) < most
 
     def begin_restart(self) -> EngineConnection:
-        """Start a process to replace one that has ended, or whose start has failed."""
+        """Start a process to replace a process that has ended, or whose start has failed."""
         self._restarts.append(self._death or Death())
         self._death = None
         self._num_restarts += 1

@@ -224,7 +224,7 @@ class Supervisor:
             request.suspicion.is_alone = True
 
     def _quarantine(self) -> SupervisedEngine | None:
-        """Return an engine for a suspect: one that has nothing else, or lets its requests go on elsewhere."""
+        """Return an engine without requests for a suspect; None until its requests have been moved."""
         fit = [each for each in self.replicas if each.is_fit and not each.is_leaving]
         if not fit:
             return None

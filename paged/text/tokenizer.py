@@ -344,7 +344,7 @@ def _is_of_library(error: BaseException) -> bool:
 
 
 def _damaged(directory: Path, error: BaseException) -> BaseException:
-    """Return the error to raise when a tokenizer is not loaded: an interrupt stays what it is."""
+    """Return the error to raise when a tokenizer is not loaded. An interrupt is returned unchanged."""
     return damaged_tokenizer(directory, error) if _is_of_library(error) else error
 
 

@@ -37,7 +37,7 @@ def load(source: Source) -> Any:
 def _check_class(file: str, name: str | None) -> None:
     """Raise ValueError for a class of transformers that is not one of tokenizers.
 
-    name: one that `tokenizer_files` has found to be like a tokenizer's.
+    name: a name that `tokenizer_files` has found to be like a tokenizer's.
     """
     import transformers
 

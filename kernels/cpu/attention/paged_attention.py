@@ -175,9 +175,9 @@ def paged_attention(
 ) -> Tensor:  # [num_tokens, num_heads, value_dim]
     """Return softmax(scale q kᵀ + causal mask) v over paged K and V; see `gpu.attention.paged_attention`.
 
-    max_decode_q and min_seqlen_q are hints that have no effect here. Inside `TrustedContents`, a layer is not
-    checked but only compared with the layout of the layer that the plan was made for. Raises ValueError if
-    the tensors or the plan do not fit.
+    max_decode_q and min_seqlen_q are hints that have no effect here. Inside `TrustedContents` only the
+    layout of a layer's tensors is checked: it must be the plan's. Raises ValueError if the tensors or
+    the plan do not fit.
     """
     if plan is None:
         plan = plan_attention(query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, options)

@@ -59,8 +59,8 @@ def _penalties_kernel(
 
 def apply_penalties(
     logits: Tensor,  # f32[num_rows, vocab_size], changed in place
-    rows: Tensor,  # i64[n], which rows of it
-    slots: Tensor,  # i64[n], where the history of each is
+    rows: Tensor,  # i64[n], the rows of logits to change
+    slots: Tensor,  # i64[n], the slot of each row's history
     output_counts: Tensor,  # i32[num_slots, vocab_size], how often each token was generated
     seen: Tensor,  # bool[num_slots, vocab_size], the tokens of prompt and output
     repetition_penalty: Tensor,  # f32[n]

@@ -414,7 +414,7 @@ def _experts(source: ConfigSource, *, renormalised: bool, scores: int = _SOFTMAX
     """Read what mixtures of experts share.
 
     renormalised: whether llama.cpp divides the weights of a token's experts by their sum in such models.
-    scores: what it makes them of.
+    scores: the number of the function that makes weights of logits, as in `expert_gating_func`.
 
     Raises UnsupportedModelError for another routing.
     """

@@ -40,7 +40,7 @@ class RemoteFile(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a pull is. done, total: bytes of all its files. file: the one that comes."""
+    """The progress of a pull. done, total: bytes of all its files. file: the file that is downloaded."""
 
     file: RemoteFile
     done: int
@@ -255,7 +255,7 @@ class _Download:
 
 
 def _file_of(name: str, sibling: Any) -> RemoteFile:
-    """Return a file of the hub's answer. Raises CheckpointError for one that must not be kept."""
+    """Return a file of the hub's answer. Raises CheckpointError for a file that must not be stored."""
     path = PurePosixPath(sibling.rfilename)
     if path.is_absolute() or ".." in path.parts or not sibling.rfilename.isprintable() or path.name == "":
         raise CheckpointError(f"{name} has a file {sibling.rfilename!r}, whose name leaves the folder")

@@ -127,7 +127,7 @@ class OllamaLines(TypedEvents):
         return {**self._line(**whole), **logprobs, **self._ending()}
 
     def _sent_calls(self) -> list[dict[str, Any]]:
-        """Return a line for each call that is whole."""
+        """Return a line for each complete call."""
         calls = [
             {"id": call_id, "function": {"name": name, "arguments": whole_members("".join(texts))}}
             for call_id, name, texts in self._calls

@@ -64,7 +64,7 @@ def response_of_item(item_id: str) -> str:
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item whose text grows. fields: those that do not change; texts: what it has so far."""
+    """An item whose text grows. fields: the fields that do not change; texts: the text so far."""
 
     kind: str
     fields: Item

@@ -207,7 +207,7 @@ REASONING_TABLE = FieldTable(
     "reasoning",
     [
         Field("effort", EFFORTS, "the variable reasoning_effort of the template"),
-        *ignored("summary generate_summary", "the reasoning itself is returned, where there is some"),
+        *ignored("summary generate_summary", "the reasoning itself is returned"),
         *ignored("context mode", "the template says what it shows"),
     ],
 )

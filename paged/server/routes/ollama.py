@@ -18,7 +18,7 @@ NO_CHANGES = "clients may not change the models of this server; start it with --
 
 
 def capabilities_of(front: FrontEnd | None) -> list[str]:
-    """Return what a model can do, by Ollama's names; of one that is not loaded (None), what all can."""
+    """Return what a model can do, in Ollama's names. front: None for a model that is not loaded."""
     if front is None:
         return ["completion"]
     engine = front.engine

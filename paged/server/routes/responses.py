@@ -78,7 +78,7 @@ class ResponsesRoute(AnswerRoute):
     def _referred(self, exchange: Exchange, references: Mapping[int, str]) -> dict[int, dict[str, Any]]:
         """Return the items of stored responses that an input refers to, by their place in it.
 
-        Raises HttpError for one that is not there.
+        Raises HttpError for an item that is not stored.
         """
         outputs: dict[str, dict[str, Any]] = {}  # the items of each response, by their ids
         found = {}

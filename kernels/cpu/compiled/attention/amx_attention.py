@@ -139,7 +139,7 @@ def _score_keys(scores, places, offset, head_stride, key_stride, queries, column
 
 @function
 def clear_pairs(to, stride, tile, num_vectors):
-    """Zero the rows of V that products read in pairs next to a key tile's range. Their weights are 0."""
+    """Zero rows of V outside a tile's range of keys: products read rows in pairs; these get weight 0."""
     for pair in range(tile.skip // KEYS * LANES, tile.skip // 2):
         fill(to + pair * stride, num_vectors, ZERO)
     for pair in range((tile.end + 1) // 2, whole_keys(tile.end) // 2):
