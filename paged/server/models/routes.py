@@ -38,7 +38,7 @@ from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
 from ..routes.page import CLOSED_LOOK_S
 from ..routes.service import shown_defaults
-from ..routes.table import HANDLERS, Handler
+from ..routes.table import HANDLERS, Handler, with_front
 from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
 from .lobby import LoadedModel, Lobby
 from .ollama import (
@@ -220,31 +220,19 @@ def _as_event(exchange: Exchange, body: bytes) -> bytes:
     return named_event(value) if is_of_messages(exchange.route) else event(value)
 
 
-class ManyModelsRoute:
-    """Lists the models, loaded or not."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        allowed = {*self._lobby.names_for(exchange.key)}
-        entries = [each for each in self._lobby.catalog.entries() if each.name in allowed]
-        await exchange.respond_json(
-            200, {"object": "list", "data": [model_card(self._lobby, each) for each in entries]}
-        )
+async def list_models(lobby: Lobby, exchange: Exchange) -> None:
+    """List the models, loaded or not."""
+    allowed = {*lobby.names_for(exchange.key)}
+    entries = [each for each in lobby.catalog.entries() if each.name in allowed]
+    await exchange.respond_json(
+        200, {"object": "list", "data": [model_card(lobby, each) for each in entries]}
+    )
 
 
-class OneOfManyRoute:
-    """Describes a model."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        name = exchange.route.removeprefix("/v1/models/")
-        exchange.route = GET_MODEL.path  # for the metrics
-        entry = self._lobby.entry_of(name, exchange.key)
-        await exchange.respond_json(200, model_card(self._lobby, entry))
+async def describe_model(lobby: Lobby, exchange: Exchange) -> None:
+    """Describe a model."""
+    entry = lobby.entry_of(exchange.take_parameter(GET_MODEL), exchange.key)
+    await exchange.respond_json(200, model_card(lobby, entry))
 
 
 def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
@@ -266,49 +254,33 @@ def model_card(lobby: Lobby, entry: ModelEntry) -> dict[str, Any]:
     }
 
 
-class ManyHealthRoute:
-    """Returns 200 if the engine processes of all loaded models are alive, or being replaced; else 503."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        for name, model in self._lobby.loaded.items():
-            for trouble in await model.front.engine.troubles():
-                raise HttpError(503, f"{name}: {trouble}")
-        await exchange.respond_json(200, {"status": "ok"})
+async def tell_health(lobby: Lobby, exchange: Exchange) -> None:
+    """Return 200 if the engine processes of all loaded models are alive, or being replaced; else 503."""
+    for name, model in lobby.loaded.items():
+        for trouble in await model.front.engine.troubles():
+            raise HttpError(503, f"{name}: {trouble}")
+    await exchange.respond_json(200, {"status": "ok"})
 
 
-class ManyReadyRoute:
-    """Returns 200 if requests are accepted, with no model loaded too; else 503 with the reason."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        if self._lobby.is_draining:
-            raise HttpError(503, STOPPING)
-        self._lobby.check_serving()
-        await exchange.respond_json(200, {"status": "ready", "loaded": [*self._lobby.loaded]})
+async def tell_readiness(lobby: Lobby, exchange: Exchange) -> None:
+    """Return 200 if requests are accepted, even if no model is loaded; else 503 with the reason."""
+    if lobby.is_draining:
+        raise HttpError(503, STOPPING)
+    lobby.check_serving()
+    await exchange.respond_json(200, {"status": "ready", "loaded": [*lobby.loaded]})
 
 
-class ManyMetricsRoute:
-    """Counts of all models for Prometheus."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        lobby = self._lobby
-        parts = [lobby.metrics.families({})]
-        loaded = lobby.loaded
-        for name, metrics in lobby.metrics_of.items():
-            stats: dict[int, EngineStats] = {}
-            if name in loaded:
-                with suppress(EngineDeadError):
-                    stats = dict(enumerate(await loaded[name].front.engine.stats_by_engine()))
-            parts.append(metrics.families(stats))
-        await exchange.respond(200, rendered(merged(parts)), CONTENT_TYPE)
+async def export_metrics(lobby: Lobby, exchange: Exchange) -> None:
+    """Return the metrics of all models for Prometheus."""
+    parts = [lobby.metrics.families({})]
+    loaded = lobby.loaded
+    for name, metrics in lobby.metrics_of.items():
+        stats: dict[int, EngineStats] = {}
+        if name in loaded:
+            with suppress(EngineDeadError):
+                stats = dict(enumerate(await loaded[name].front.engine.stats_by_engine()))
+        parts.append(metrics.families(stats))
+    await exchange.respond(200, rendered(merged(parts)), CONTENT_TYPE)
 
 
 def last_used(lobby: Lobby, wanted: str | None) -> LoadedModel | None:
@@ -356,33 +328,18 @@ class ManyWatchRoute:
         await asyncio.sleep(PERIOD_S)
 
 
-class LoadRoute:
-    """Loads a model, and answers when it is loaded."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        name = exchange.route.removeprefix("/admin/models/").removesuffix("/load")
-        exchange.route = POST_LOAD.path  # for the metrics
-        lobby = self._lobby
-        entry = lobby.entry_of(name, None)
-        async with lobby.host.using(entry):
-            await exchange.respond_json(200, model_card(lobby, entry))
+async def load(lobby: Lobby, exchange: Exchange) -> None:
+    """Load a model, and answer when it is loaded."""
+    entry = lobby.entry_of(exchange.take_parameter(POST_LOAD), None)
+    async with lobby.host.using(entry):
+        await exchange.respond_json(200, model_card(lobby, entry))
 
 
-class UnloadRoute:
-    """Unloads a model once no request uses it, and answers at once."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        name = exchange.route.removeprefix("/admin/models/").removesuffix("/unload")
-        exchange.route = POST_UNLOAD.path  # for the metrics
-        entry = self._lobby.entry_of(name, None)
-        was_here = self._lobby.host.unload(entry.name)
-        await exchange.respond_json(200, {"model": entry.name, "unloads": was_here})
+async def unload(lobby: Lobby, exchange: Exchange) -> None:
+    """Unload a model once no request uses it, and answer at once."""
+    entry = lobby.entry_of(exchange.take_parameter(POST_UNLOAD), None)
+    was_here = lobby.host.unload(entry.name)
+    await exchange.respond_json(200, {"model": entry.name, "unloads": was_here})
 
 
 class PinRoute:
@@ -395,9 +352,7 @@ class PinRoute:
 
     async def __call__(self, exchange: Exchange) -> None:
         lobby = self._lobby
-        name = exchange.route.removeprefix("/admin/models/").removesuffix(f"/{self._verb}")
-        exchange.route = self._endpoint.path  # for the metrics
-        entry = lobby.entry_of(name, None)
+        entry = lobby.entry_of(exchange.take_parameter(self._endpoint), None)
         given = pin_fields(await exchange.read_body())
         async with until_disconnect(exchange), lobby.host.using(entry) as loaded:
             assert isinstance(loaded, LoadedModel)
@@ -445,42 +400,26 @@ def pin_fields(body: bytes) -> _PinFields:
     return given
 
 
-class ManyResetRoute:
-    """Forgets the cached prefixes of all loaded models."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        self._lobby = lobby
-
-    async def __call__(self, exchange: Exchange) -> None:
-        for front in [*self._lobby.fronts]:
-            await front.engine.reset_prefix_cache()
-        await exchange.respond_json(200, {"reset": True})
+async def reset_prefix_cache(lobby: Lobby, exchange: Exchange) -> None:
+    """Forget the cached prefixes of all loaded models."""
+    for front in [*lobby.fronts]:
+        await front.engine.reset_prefix_cache()
+    await exchange.respond_json(200, {"reset": True})
 
 
-class NoReplicasRoute:
-    """Refuses to add engine processes: each model of a server of several has one."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        pass
-
-    async def __call__(self, exchange: Exchange) -> None:
-        number = exchange.route.removeprefix("/admin/replicas/")
-        exchange.route = endpoints.POST_REPLICAS.path
-        raise HttpError(400, f"replicas {shown(number)}: each of several models has one engine process")
+async def refuse_replicas(lobby: Lobby, exchange: Exchange) -> None:  # noqa: ARG001
+    """Refuse to add engine processes: each model of a server of several has one."""
+    number = exchange.take_parameter(endpoints.POST_REPLICAS)
+    raise HttpError(400, f"replicas {shown(number)}: each of several models has one engine process")
 
 
-class NoAdaptersRoute:
-    """Refuses to load and unload LoRA adapters, which a server of one model has."""
-
-    def __init__(self, lobby: Lobby) -> None:
-        pass
-
-    async def __call__(self, exchange: Exchange) -> None:
-        raise HttpError(
-            404,
-            f"{exchange.route} is not here: this server has several models, and adapters go with one",
-            code="not_here",
-        )
+async def refuse_adapters(lobby: Lobby, exchange: Exchange) -> None:  # noqa: ARG001
+    """Refuse to load and unload LoRA adapters, which only a server of one model has."""
+    raise HttpError(
+        404,
+        f"{exchange.route} is not here: this server has several models, and adapters go with one",
+        code="not_here",
+    )
 
 
 class OfModelRoute:
@@ -512,9 +451,9 @@ def _handlers() -> Iterator[tuple[Endpoint, Callable[[Any], Handler]]]:
 
 # The other routes are those of a server of one model.
 _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
-    endpoints.GET_MODELS: ManyModelsRoute,
-    endpoints.GET_MODEL: OneOfManyRoute,
-    endpoints.GET_HEALTH: ManyHealthRoute,
+    endpoints.GET_MODELS: with_front(list_models),
+    endpoints.GET_MODEL: with_front(describe_model),
+    endpoints.GET_HEALTH: with_front(tell_health),
     endpoints.GET_PROPS: partial(OfModelRoute, HANDLERS[endpoints.GET_PROPS]),
     endpoints.GET_SLOTS: partial(OfModelRoute, HANDLERS[endpoints.GET_SLOTS]),
     endpoints.GET_TAGS: ManyTagsRoute,
@@ -525,17 +464,17 @@ _OWN: dict[Endpoint, Callable[[Any], Handler]] = {
     endpoints.DELETE_OLLAMA: DeleteRoute,
     endpoints.GET_LMSTUDIO_MODELS: ManyLmStudioRoute,
     endpoints.GET_LMSTUDIO_MODEL: ManyLmStudioRoute,
-    endpoints.GET_READY: ManyReadyRoute,
-    endpoints.GET_METRICS: ManyMetricsRoute,
+    endpoints.GET_READY: with_front(tell_readiness),
+    endpoints.GET_METRICS: with_front(export_metrics),
     endpoints.GET_WATCH: ManyWatchRoute,
-    endpoints.POST_LOAD: LoadRoute,
-    endpoints.POST_UNLOAD: UnloadRoute,
+    endpoints.POST_LOAD: with_front(load),
+    endpoints.POST_UNLOAD: with_front(unload),
     endpoints.POST_PIN: partial(PinRoute, endpoints.POST_PIN),
     endpoints.POST_UNPIN: partial(PinRoute, endpoints.POST_UNPIN),
-    endpoints.POST_REPLICAS: NoReplicasRoute,
-    endpoints.POST_LOAD_ADAPTER: NoAdaptersRoute,
-    endpoints.POST_UNLOAD_ADAPTER: NoAdaptersRoute,
-    endpoints.POST_RESET_PREFIX_CACHE: ManyResetRoute,
+    endpoints.POST_REPLICAS: with_front(refuse_replicas),
+    endpoints.POST_LOAD_ADAPTER: with_front(refuse_adapters),
+    endpoints.POST_UNLOAD_ADAPTER: with_front(refuse_adapters),
+    endpoints.POST_RESET_PREFIX_CACHE: with_front(reset_prefix_cache),
 }
 LOBBY_HANDLERS = dict(_handlers())
 

@@ -20,6 +20,12 @@ from .vectors import embed, score
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
+
+def with_front(answer: Callable[[Any, Exchange], Awaitable[None]]) -> Callable[[Any], Handler]:
+    """Return a function that makes the handler of a front end: `answer` with this front end."""
+    return partial(partial, answer)
+
+
 _ANSWERS: dict[Endpoint, Callable[[Any, Exchange], Awaitable[None]]] = {
     endpoints.POST_COUNT_TOKENS: convert_text,
     endpoints.POST_EMBEDDINGS: embed,
@@ -70,7 +76,7 @@ _ANSWERS: dict[Endpoint, Callable[[Any, Exchange], Awaitable[None]]] = {
 }
 # Each makes what answers a route of a front end.
 HANDLERS: dict[Endpoint, Callable[[FrontEnd], Handler]] = {
-    **{endpoint: partial(partial, answer) for endpoint, answer in _ANSWERS.items()},
+    **{endpoint: with_front(answer) for endpoint, answer in _ANSWERS.items()},
     endpoints.POST_CHAT: AnswerRoute,
     endpoints.POST_COMPLETIONS: AnswerRoute,
     endpoints.POST_RESPONSE: ResponsesRoute,
