@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from ...checked import checked
-from ..formats import KINDS
 from ..launch.tasks import Task, are_contiguous
-from .row_kernels import has_regular_rows, in_torch, padded_rows, units_of_rows
+from .row_kernels import has_regular_rows, in_torch, padded_rows, run_on_rows
 
 LAYER_NORM = Task(
     "rows.layer_norm.layer_norm",
@@ -33,22 +32,6 @@ def layer_norm(
     """
     if not (has_regular_rows(x) and are_contiguous(weight, bias, residual)):
         return layer_norm_by_torch(x, weight, bias, eps, residual)
-    num_rows, size = x.shape
     out = padded_rows(x)
-    num_units, per_unit = units_of_rows(num_rows, size)
-    LAYER_NORM.run(
-        num_units,
-        x=x,
-        weight=weight,
-        bias=bias,
-        residual=residual,
-        out=out,
-        kind=KINDS[x.dtype],
-        num_rows=num_rows,
-        size=size,
-        x_stride=x.stride(0) * x.itemsize,
-        out_stride=out.stride(0) * out.itemsize,
-        rows_per_unit=per_unit,
-        eps=eps,
-    )
+    run_on_rows(LAYER_NORM, x=x, out=out, weight=weight, bias=bias, residual=residual, eps=eps)
     return out
