@@ -17,12 +17,9 @@ BackendName = Literal["triton", "numba", "torch"]
 BACKENDS: tuple[BackendName, ...] = ("triton", "numba", "torch")
 
 
-def load_kernels(
-    name: BackendName, progress: Any = None, *, checked: bool = True, ahead: bool = True
-) -> Kernels:
+def load_kernels(name: BackendName, *, checked: bool = True, ahead: bool = True) -> Kernels:
     """Return the kernels of the backend with this name.
 
-    progress: shows what is being compiled, see `cpu.compiling.Progress`; None logs it instead.
     checked: False leaves out the checks that `checks.TrustedContents` skips, for a caller that guarantees its
         arguments, as the engine does.
     ahead: whether to compile all numba kernels now. If False, they are compiled by `Kernels.compile_for` or
@@ -31,7 +28,7 @@ def load_kernels(
     Raises ValueError for an unknown name, and ImportError if Triton or numba is missing, or if there is no
     directory for compiled kernels.
     """
-    kernels = _load(name, progress, ahead)
+    kernels = _load(name, ahead)
     if checked:
         return kernels
     return cast("Kernels", _Unchecked(kernels))
@@ -50,13 +47,13 @@ class _Unchecked:
         return value
 
 
-def _load(name: BackendName, progress: Any, ahead: bool) -> Kernels:
+def _load(name: BackendName, ahead: bool) -> Kernels:
     if name == "torch":
         from .plain import backend as torch_kernels
 
         return torch_kernels
     if name == "numba":
-        return _numba_kernels(progress, ahead)
+        return _numba_kernels(ahead)
     if name == "triton":
         return _triton_kernels()
     raise ValueError(f"attention_backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
@@ -70,7 +67,7 @@ def has_numba() -> bool:
         return False
 
 
-def _numba_kernels(progress: Any, ahead: bool) -> Kernels:
+def _numba_kernels(ahead: bool) -> Kernels:
     if not has_numba():
         raise ImportError(
             "attention_backend='numba' needs numba, which compiles the CPU's kernels: "
@@ -79,7 +76,7 @@ def _numba_kernels(progress: Any, ahead: bool) -> Kernels:
     from .cpu import backend as numba_kernels
 
     if ahead:
-        numba_kernels.compile_ahead(progress)
+        numba_kernels.compile_ahead()
     return cast("Kernels", numba_kernels)
 
 

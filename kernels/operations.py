@@ -57,7 +57,7 @@ class Kernels(Protocol):
         """Begin to compile the kernels that an engine needs. Return a function that waits until they are
         compiled.
 
-        progress: see `load_kernels`.
+        progress: shows what is being compiled, see `cpu.compiling.Progress`; None logs it instead.
         """
 
     def listening(self, compiled: Callable[[], None]) -> AbstractContextManager[None]:

@@ -18,8 +18,8 @@ from tests import (
 )
 from tests.ops import fuzz
 from tests.support import absent_gpu, planting, random_schemas, server_fuzz
-from tests.support.models_table import PAGE, SECTION, table
 from tests.support.pythons import supported
+from tests.tables import TABLES, with_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -78,9 +78,9 @@ def test_links_lead_somewhere(page):
                 assert defines(file.read_text(encoding="utf-8"), name), f"{path} has no {text}"
 
 
-def test_table_of_models_is_that_of_the_code():
-    """Rewrite it by `python -m tests.support.models_table --write`."""
-    assert SECTION.findall(PAGE.read_text(encoding="utf-8")) == [table()]
+@pytest.mark.parametrize("page", TABLES)
+def test_tables_are_those_of_the_code(page):
+    assert with_table(page) == (ROOT / page).read_text(encoding="utf-8"), "python -m tests.tables --write"
 
 
 @each_page

@@ -18,7 +18,7 @@ import paged
 from paged import LLM, AsyncLLMEngine, ConfigError, EngineConfig, RequestError, SamplingParams
 from paged.base import from_vllm
 from paged.base.from_vllm import SECRETS, missing_of, neutral_of
-from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows, tables, written
+from tests.support.from_vllm import CONFIGS, VLLM, config_rows, method_rows, name_rows
 from tests.support.parameter_changes import CHANGES
 from tests.support.vllm_examples import NO_FEATURE, OTHERS, RUN
 
@@ -34,10 +34,6 @@ WRONG = "surely no value of this"
 def given(name: str, default):
     """Return vLLM's default as a user would write it."""
     return paged.RequestOutputKind(default) if name == "output_kind" else default
-
-
-def test_page_is_written_from_the_tables():
-    assert written() == tables(), "python -m tests.support.from_vllm --write"
 
 
 def test_every_name_of_vllm_is_treated_and_no_other():

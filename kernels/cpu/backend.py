@@ -73,12 +73,12 @@ def __getattr__(operation: str) -> Any:
     return value
 
 
-def compile_ahead(progress: Any = None) -> None:
+def compile_ahead() -> None:
     """Compile the kernels that are not in the cache; see `compiling.compile_ahead`."""
     if missing_kernels():
         from .compiling import compile_ahead
 
-        compile_ahead(progress)
+        compile_ahead()
 
 
 def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:

@@ -13,7 +13,6 @@ from paged.chat.plan import ToolPlan
 from paged.chat.tool_format import ToolFormat
 from paged.text.chat_template import ChatTemplates
 from tests.support.chat_corpus import TOOLS, all_cases, examples, joined, plan_of
-from tests.support.chat_formats_table import BEGIN, END, PAGE, table
 from tests.support.chat_templates import PUBLISHED
 
 CASES = all_cases()
@@ -129,10 +128,6 @@ def test_what_the_template_renders_is_read_back(name):
         assert found.calls == calls[:num]
         assert found.is_whole == (num > 0)
         assert found.reasoning == ("Why not?" if reasoning and num else "")
-
-
-def test_the_documentation_has_the_table():
-    assert f"{BEGIN}{table()}{END}" in PAGE.read_text()
 
 
 def test_names_of_vllm_are_known():

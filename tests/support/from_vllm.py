@@ -1,9 +1,5 @@
-"""What of vLLM's offline API exists here: the tables in docs/vllm-names.md.
+"""What of vLLM's offline API exists here: the tables in docs/vllm-names.md, see tests/tables.py."""
 
-python -m tests.support.from_vllm --write    # rewrite them
-"""
-
-import argparse
 import dataclasses
 import inspect
 import json
@@ -24,8 +20,6 @@ from paged.base.from_vllm import Neutral, missing_of, neutral_of
 
 # The names, arguments and defaults of vLLM 0.33; a default that is an object is {}.
 VLLM = json.loads((Path(__file__).parents[1] / "vllm_0_33.json").read_text())
-PAGE = Path(__file__).parents[2] / "docs" / "vllm-names.md"
-_START, _END = "<!-- tables: python -m tests.support.from_vllm --write -->\n", "<!-- end of tables -->"
 # The dataclasses of both, and the arguments that are accepted at their neutral value alone.
 CONFIGS = {
     name: (owner, neutral_of(name))
@@ -146,23 +140,3 @@ def tables() -> str:
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items()]
         lines.append("")
     return "".join(f"{line}\n" for line in lines)
-
-
-def written() -> str:
-    """Return the tables that the page has."""
-    return PAGE.read_text().split(_START)[1].split(_END)[0]
-
-
-def write() -> None:
-    """Put the tables into the page."""
-    before, rest = PAGE.read_text().split(_START)
-    PAGE.write_text(before + _START + tables() + _END + rest.split(_END)[1])
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        write()
-    else:
-        print(tables(), end="")
