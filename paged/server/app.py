@@ -205,20 +205,20 @@ class App:
             for other, why in NOT_HERE.items():
                 if path == other or path.startswith(f"{other}/"):
                     raise HttpError(404, f"{other} is not here: {why}", code="not_here")
-            raise HttpError(404, f"there is no {shown(path)} here, {routes_near(path, self._paths)}")
+            raise HttpError(404, f"there is no {shown(path)} here{routes_near(path, self._paths)}")
 
 
 def routes_near(path: str, paths: Sequence[str]) -> str:
-    """Return the part of an error message that lists paths similar to an unknown one."""
+    """Return the end of an error message, which names paths that are similar to an unknown one."""
     if len(paths) <= MOST_NAMED:
-        return f"but {', '.join(paths)}"
+        return f", but {', '.join(paths)}"
     wanted = path[:MOST_COMPARED].rstrip("/").lower()
     # Clients most often get the beginning wrong: /v1 twice, or not at all.
     same_end = [each for each in paths if _last_part(each) == _last_part(wanted) != ""]
     alike = difflib.get_close_matches(wanted, paths, MOST_NAMED, cutoff=0.75)
     near = [wanted] if wanted in paths else [*dict.fromkeys([*alike, *same_end])][:MOST_NAMED]
     listed = f"{GET_OPENAPI.path} lists what there is"
-    return f"but {', '.join(near)}; {listed}" if near else listed
+    return f", but {', '.join(near)}; {listed}" if near else f"; {listed}"
 
 
 def _last_part(path: str) -> str:

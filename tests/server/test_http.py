@@ -97,7 +97,7 @@ def test_a_wrong_path_names_the_nearest_routes_alone(small, path, near):
     status, _, data = small.request("GET", path, None, {"authorization": "Bearer one"})
     message = json.loads(data)["error"]["message"]
     assert status == 404
-    assert message.endswith("/openapi.json lists what there is")
+    assert message.endswith("; /openapi.json lists what there is")
     assert len(message) < 400
     named = re.findall(r"(?<=[ ])/[^ ,;]+", message.partition("here")[2])
     assert len(named) <= 4
