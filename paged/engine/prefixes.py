@@ -122,7 +122,7 @@ def _pin_name(prompt: ParsedPrompt) -> str:
 
 
 def move_states(core: EngineCore) -> None:
-    """Execute the moves of states that wait for the next step, so that snapshots can be read and written."""
+    """Move the states whose moves wait for the next step, so that snapshots can be read and written."""
     if core.scheduler.states is None:
         return
     schedule = Schedule(scheduled_time=core.scheduler.clock())

@@ -16,7 +16,7 @@ MOST_PIXEL_BYTES = 64 * 2**20  # of pixels that a rank keeps, beside those of th
 
 
 class KeptPixels:
-    """The images that steps had last, whose pixels are not sent again. Driver and receivers keep the same."""
+    """The images of the last steps, whose pixels are not sent again. Driver and receivers store the same."""
 
     def __init__(self) -> None:
         self._kept = OrderedDict[

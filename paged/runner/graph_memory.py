@@ -35,8 +35,8 @@ def capture_sizes(config: EngineConfig) -> list[int]:
 def most_graph_tokens(sizes: Sequence[int], max_run: int, capacity: int) -> int:
     """Return the maximum number of tokens in a graph.
 
-    sizes: numbers of rows. max_run: maximum number of tokens of a row. capacity: maximum number of tokens of
-        all rows if rows have several.
+    sizes: the numbers of rows of graphs. max_run: maximum number of tokens in a row; more than 1 for drafts.
+    capacity: maximum number of tokens in a graph of rows with several tokens.
     """
     return max([sizes[-1], *(size * max_run for size in sizes if size * max_run <= capacity)])
 

@@ -40,7 +40,7 @@ class TowerSteps(NamedTuple):
 class TowerCosts(NamedTuple):
     """What the tower costs, in tokens of the text model.
 
-    linear, attention: those of one layer for a patch, and for a patch and another one that it sees.
+    linear: the cost of one layer for a patch. attention: the cost of one layer for a pair of patches.
     """
 
     num_layers: int

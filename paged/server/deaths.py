@@ -116,7 +116,7 @@ class Suspicion:
         return is_long and step - began_with >= TIMES_SURVIVED * self._survived_steps
 
     def clear(self) -> None:
-        """Allow other requests beside this one until the next death, because it outlived its earlier time."""
+        """Allow other requests in this one's process until the next death: it has outlived its last death."""
         self._is_cleared = True
         self.end()
         self.acquit()

@@ -66,7 +66,7 @@ class Adapter(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, request: LoRARequest | None) -> Self | None:
-        """Return what is sent of a request's adapter."""
+        """Return the frame's form of a request's adapter; None for None."""
         return None if request is None else cls.named(request)
 
     @classmethod
