@@ -146,7 +146,7 @@ def _target_name() -> str | None:
 
 
 def _processor() -> list[str] | None:
-    """Return what Linux says of the first processor that tells it from others."""
+    """Return the lines of /proc/cpuinfo that tell the first processor from other models."""
     try:
         with open("/proc/cpuinfo") as file:
             lines = []

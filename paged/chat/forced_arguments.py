@@ -223,7 +223,7 @@ class _Arguments:
         """Return the schemas of a union of which no text of one can be taken for another one.
 
         A text is read as null, a number and so on where the schema allows them. So there is no plain text
-        beside values with bounds, which it might not keep.
+        besides values with bounds, which it might not keep.
         """
         schema = self._known(schema, place)
         types = self._types(schema)

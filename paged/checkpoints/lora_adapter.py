@@ -151,7 +151,7 @@ class AdapterReader:
 
     path: the file.
     model: the config of its model, with the names that tensors have in the adapter.
-    config: what the adapter's digest begins with: all that its file says beside the matrices.
+    config: the beginning of the adapter's digest: all that its file says besides the matrices.
     """
 
     def __init__(self, path: Path, model: ModelConfig, config: bytes) -> None:

@@ -166,7 +166,7 @@ def driver_options(
 def take_adapter(options: dict[str, Any]) -> LoRARequest | None:
     """Return the request for the adapter of --lora; None if there is none.
 
-    The engine of these options is told to take adapters.
+    Adapters are enabled in these options.
     """
     path = options.pop("lora")
     if path is None:

@@ -55,7 +55,7 @@ class Adapters:
     model: its config, with the names that tensors have in transformers' checkpoints.
     memory: the adapters in host memory, by number; the runner copies them into slots. A number stands for a
         content, under whatever names.
-    most: how many adapters stay in memory, beside those in use. The longest unused leave first, and are read
+    most: how many adapters stay in memory besides those in use. The longest unused leave first, and are read
         again when a request needs them.
     in_use: returns the numbers of unfinished requests' adapters.
 

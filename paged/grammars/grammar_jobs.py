@@ -1,4 +1,4 @@
-"""Workers that compute the masks of grammars beside the steps, so that a slow grammar delays its own outputs.
+"""Workers that compute the masks of grammars while steps run, so that a slow grammar delays its own outputs.
 
 There are two lanes. Grammars whose masks are fast share a pool of workers and the library's threads. A slow
 one gets the single worker of the other lane, so that any number of them takes no more than one core.

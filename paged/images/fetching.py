@@ -226,7 +226,7 @@ class _Answer:
                 raise EOFError("it closes the connection")
 
     def _check_beside(self) -> None:
-        """Raise RequestError for much beside the body: tiny chunks take far more time than their bytes."""
+        """Raise RequestError for much besides the body: tiny chunks take far more time than their bytes."""
         if self._num_read - len(self.body) > MOST_HEAD + len(self.body) // 16:
             raise RequestError(
                 f"{self._name}: {self._place.host} sends too much that is no image", param=self._name

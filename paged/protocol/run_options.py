@@ -1,4 +1,4 @@
-"""The options that a file of results was begun with, kept beside it, so that no run goes on with others."""
+"""The options that a file of results was begun with, in a file next to it: no run goes on with others."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels
 
 
 def _progress() -> Any:
-    """Return what shows on a terminal which kernels are compiled; None: the log tells it."""
+    """Return what shows the compilation of kernels on a terminal; None if it is logged instead."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     from .compile_bar import compile_bar

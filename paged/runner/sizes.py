@@ -278,7 +278,7 @@ class Sizes:
         return self.config.num_seats * blocks * len(self.layout.groups)
 
     def blocks_in(self, room: int) -> int:
-        """Return how many blocks fit in `room` bytes beside the rope tables; at most `max_useful_blocks`.
+        """Return how many blocks fit in `room` bytes with the rope tables; at most `max_useful_blocks`.
 
         Return 0 if not even one token fits, which takes a block in each layer group.
         """

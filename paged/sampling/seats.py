@@ -1,4 +1,4 @@
-"""SamplingSeats: what the sampler knows of running requests, which lives on beside them."""
+"""SamplingSeats: what the sampler knows of running requests, for as long as they run."""
 
 from __future__ import annotations
 

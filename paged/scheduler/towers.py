@@ -166,7 +166,7 @@ class TowerQueue:
         return min(num_new, max(reserved, self.beside(budget)))
 
     def beside(self, budget: int) -> int:
-        """Return how many tokens a step has left beside its work on images."""
+        """Return how many tokens a step has left besides its work on images."""
         return max(0, budget - math.ceil(self.num_tokens)) if self.num_tokens else budget
 
     def _is_ready(self, image: PromptImage, budget: float) -> bool:

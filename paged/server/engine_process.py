@@ -332,7 +332,7 @@ class EngineServer:
         self.link.send(frames.Answer(key, self.stats))
 
     def _show(self, key: int, seen: Future[EnginePicture]) -> None:
-        """Send a picture, unless the engine has stopped, which the front end is told anyway."""
+        """Send a picture, unless the engine has stopped; another frame tells the front end that."""
         error = seen.exception()
         if error is None:
             self.link.send(frames.Seen(key, seen.result()))

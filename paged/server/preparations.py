@@ -1,4 +1,4 @@
-"""Preparation of requests beside the steps, in a few threads: a grammar may take seconds to compile."""
+"""Preparation of requests in a few threads, while steps run: a grammar may take seconds to compile."""
 
 from __future__ import annotations
 

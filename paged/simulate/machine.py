@@ -80,7 +80,7 @@ class _Seconds(NamedTuple):
 
     @property
     def of_no_row(self) -> float:
-        """The seconds of the product beside its rows."""
+        """The seconds of the product that do not depend on its rows."""
         return self.one - self.of_a_row
 
 

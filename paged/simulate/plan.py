@@ -1,4 +1,4 @@
-"""The plan of an engine: what it takes of a device, what fits beside it, and how fast it will be.
+"""The plan of an engine: its memory on a device, the sequences that then fit, and its speed.
 
 Memory comes from the config and the headers of the weights, speed from the cost model of the simulator: with
 the figures of a data sheet, or with those that this machine is measured to reach.

@@ -1,4 +1,4 @@
-"""Make the directory of a GGUF file's model: config.json and tokenizer beside a link to the file.
+"""Make the directory of a GGUF file's model: config.json, a tokenizer and a link to the file.
 
 Everything else then reads it like any checkpoint. Directories are kept in the user's cache, each under a hash
 of all that it depends on.

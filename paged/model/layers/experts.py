@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, the experts, and what every token has beside them."""
+"""Mixtures of experts: a router, the experts, and the shared MLP that every token has besides."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _pack_halves(args, panel, start, end):
 def _pack_pairs(args, panel, start, end):
     """Pack codes of 4 bits in the order of Codes4Pairs: of 16 codes the even inputs, then the odd ones.
 
-    Of each 8, codes 0, 4, 2 and 6 come to lie in this order, those of the second 8 beside those of the first.
+    Of each 8 codes, 0, 4, 2 and 6 come to lie in this order; the second 8 lie next to the first.
     """
     to = args.panels + panel * args.panel_bytes
     for place in range(PANEL):
