@@ -193,7 +193,7 @@ class EngineServer:
 
     @cached_property
     def pinned(self) -> PinnedPrefixes:
-        """The pinned prefixes, most engines of which have none."""
+        """The pinned prefixes. They are made at the first use, since most engines have none."""
         from ..engine.pinned_files import PinnedPrefixes
 
         return PinnedPrefixes(self.engine)
