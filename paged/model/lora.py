@@ -281,7 +281,7 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 def adaptable(model: Decoder) -> Iterator[Linear]:
     """Yield the linear layers that adapters can change.
 
-    These belong to attention, layers with states, MLPs, also shared ones beside experts, and per-layer embeddings.
+    These belong to attention, layers with states, MLPs (shared ones, too) and per-layer embeddings.
     `_of_experts` yields the layers of experts.
     """
     if model.inputs is not None:
