@@ -30,7 +30,6 @@ NO_BENCHMARKS = {
     "gpu.worker": "started by gpu",
     "models.one_kept_start": "started by models",
     "models.one_llama_cpp_start": "started by models",
-    "models.one_start": "started by models",
     "peers.worker": "started by peers",
     "server.aggressors": "started by server",
     "server.flood": "started by server",

@@ -1,1 +1,1 @@
-"""Families of models compared with a Llama of equal size, with transformers and with an earlier commit."""
+"""Families of models compared with a Llama of equal size and with transformers; starts and commands."""

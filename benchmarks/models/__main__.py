@@ -1,7 +1,6 @@
-"""How fast are families other than Llama, and what did they cost the models that were there before?
+"""How fast are families other than Llama, and what does a start cost?
 
     python -m benchmarks.models
-    python -m benchmarks.models --before ../earlier      # a git worktree of an earlier commit
     python -m benchmarks.models --quick                  # tiny shapes, to try it
 
 On a CPU, with random weights, in the dtype of "auto" for a bfloat16 checkpoint, greedy, EOS ignored.
@@ -18,11 +17,6 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
     generate   the same shapes, compared with transformers generate() in the same dtype, with its default
                attention (SDPA): one batch, prompts padded on the left to the longest, the same number of
                tokens for each
-    before     TinyLlama's shape and that of a Llama of 15 million weights, compared with the checkout
-               --before, whose processes run its own `paged` and `benchmarks.peers.worker`, with prompts half
-               as long, in 2 and 8 times as many rounds; then the time in which an engine starts
-    imports    seconds and memory of `import paged` and of a start of the demo model with its tokenizer, and
-               what a model class of transformers would add. That none is imported is checked.
     starts     TinyLlama's shape in bfloat16, int8 and int4: a start that packs the weights, one that finds
                them packed, and one beside another engine of the same weights. Seconds are those since the
                process was made, memory is the most that was resident, and what is this process's alone.
@@ -34,20 +28,15 @@ generates --max-tokens tokens. tokens/s is their number over the time of prompts
 
 Every way is a process that loads the model once. It first proves on a small run that its tokens are those of
 transformers in float32 (benchmarks.peers.hf.Judge), then takes turns with the others; each round has new
-prompts. Batches of fewer than 8 take up to 8 times as many rounds, as their runs are short; engines start 4
-times in each. A ratio is that of medians, with the range of the rounds' ratios; above 1 is faster than what
-it is compared with. The first run in a checkout compiles kernels and makes checkpoints, which takes minutes
-more.
+prompts. Batches of fewer than 8 take up to 8 times as many rounds, as their runs are short. A ratio is the
+ratio of medians, with the range of the rounds' ratios; above 1 is faster than what it is compared with. The
+first run in a checkout compiles kernels and makes checkpoints, which takes minutes more.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -56,22 +45,16 @@ from benchmarks.models.beside_llama_cpp import gguf_rows
 from benchmarks.models.commands import command_rows
 from benchmarks.models.counts import assert_equal_cost, assert_within_windows, counts
 from benchmarks.models.kept import kept_rows
-from benchmarks.models.starts import check_native_start, medians, start
 from benchmarks.models.ways import Turns, Way, ratio_rows
-from benchmarks.peers.process import ROOT
 from benchmarks.peers.report import Row
 from paged.device.devices import resolve_dtype
 
-SECTIONS = ("llama", "generate", "before", "imports", "starts")
+SECTIONS = ("llama", "generate", "starts")
 FAMILIES = {"gemma3-1b": "gemma3-tiny", "phi3-1b": "phi3-tiny"}
-# Times as many rounds and tokens: the target is near 1, and runs of a small model are short.
-EARLIER = {"tinyllama-1.1b": (2, 1), "llama-15m": (8, 2)}
-QUICK_EARLIER = {"demo": (2, 1)}
-STARTS = 4  # in each round
 # Batches, and the ratio that is wanted.
-BATCHES = {"llama": (1, 4, 16), "generate": (4, 16), "before": (1, 16, 64)}
-QUICK_BATCHES = {"llama": (1, 2), "generate": (2,), "before": (1, 3)}
-TARGETS = {"llama": 0.9, "generate": 2.0, "before": 0.99}
+BATCHES = {"llama": (1, 4, 16), "generate": (4, 16)}
+QUICK_BATCHES = {"llama": (1, 2), "generate": (2,)}
+TARGETS = {"llama": 0.9, "generate": 2.0}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -86,10 +69,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if {"llama", "generate"} & rows.keys():
         for shape, tiny in FAMILIES.items():
             run_family(tiny if args.quick else shape, args, turns, rows)
-    if "before" in rows:
-        run_before(args, turns, rows)
-    if "imports" in rows:
-        rows["imports"] = run_imports(args)
     if "starts" in args.section:
         rows["commands"] = command_rows(args.rounds, args.threads)
         small = "demo" if args.quick else "llama-135m"
@@ -102,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for section, found in rows.items():
         print(f"\n{section}")
         print_table(found)
-    told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    print_json({"benchmark": "models", "dtype": dtype, **told, "rows": rows})
+    print_json({"benchmark": "models", "dtype": dtype, **vars(args), "rows": rows})
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -113,10 +91,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--section", nargs="+", choices=SECTIONS, help="default: all, without before if there is no --before"
-    )
-    parser.add_argument("--before", type=Path, metavar="PATH", help="a checkout of an earlier commit")
+    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS, help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=0.25, help="factor on the lengths of prompts")
     parser.add_argument("--max-tokens", type=int, default=24, help="of every request")
@@ -125,15 +100,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--quick", "--rehearse", action="store_true", help="tiny shapes and batches, one round"
     )
     args = parser.parse_args(argv)
-    if args.section is None:
-        args.section = [section for section in SECTIONS if section != "before" or args.before]
-    if ("before" in args.section) != (args.before is not None):
-        parser.error("--section before and --before PATH go together")
-    if args.before is not None:
-        args.before = args.before.resolve()
-        for name in ("paged/__init__.py", "benchmarks/peers/worker.py"):
-            if not (args.before / name).is_file():
-                parser.error(f"--before {args.before}: has no {name}; a checkout of this project is needed")
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     if args.quick:
@@ -168,69 +134,6 @@ def run_family(shape: str, args: argparse.Namespace, turns: Turns, rows: dict[st
     runs = turns.run(shape, ways)
     for way in others:
         rows[way.name] += ratio_rows(shape, runs, "native", way.name, TARGETS[way.name])
-
-
-def run_before(args: argparse.Namespace, turns: Turns, rows: dict[str, list[Row]]) -> None:
-    """Run the earlier shapes on both checkouts, start both, and add to the rows."""
-    roots = {"now": ROOT, "before": args.before}
-    rows["starts"] = []
-    for shape, (rounds, tokens) in (QUICK_EARLIER if args.quick else EARLIER).items():
-        directory = checkpoint(shape)
-        ways = [Way(name, directory, batches("before", args), root=root) for name, root in roots.items()]
-        longer = replace(
-            turns,
-            rounds=rounds * turns.rounds,
-            scale=turns.scale / 2,
-            max_tokens=tokens * turns.max_tokens,
-        )
-        runs = longer.run(shape, ways)
-        rows["before"] += ratio_rows(shape, runs, "now", "before", TARGETS["before"])
-        rows["starts"] += start_rows(shape, directory, roots, args)
-
-
-def start_rows(shape: str, directory: str, roots: dict[str, Path], args: argparse.Namespace) -> list[Row]:
-    """Start an engine of each checkout in turns; return a row for each phase."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in roots}
-    rounds = args.rounds if args.quick else STARTS * args.rounds
-    for round_ in range(-1, rounds):  # the first one compiles and fills the file cache
-        for name in [*roots][:: 1 if round_ % 2 else -1]:
-            run = start(directory, roots[name], args.threads)
-            if round_ >= 0:
-                found[name].append(run)
-        print(f"{shape}, start {round_ + 1} of {rounds}", flush=True)
-    seconds = {
-        name: [sum(phase["seconds"] for phase in run["phases"]) for run in runs]
-        for name, runs in found.items()
-    }
-    table = []
-    for now, before in zip(medians(found["now"]), medians(found["before"]), strict=True):
-        if now["seconds"]:
-            table.append(
-                (now["phase"], now["seconds"], before["seconds"], now["peak MiB"], before["peak MiB"])
-            )
-    table.append(("all", *map(statistics.median, seconds.values()), table[-1][3], table[-1][4]))
-    return [
-        {
-            "shape": shape,
-            "phase": phase,
-            "now s": now_s,
-            "before s": before_s,
-            "ratio": before_s / now_s,
-            "now peak MiB": now_peak,
-            "before peak MiB": before_peak,
-        }
-        for phase, now_s, before_s, now_peak, before_peak in table
-    ]
-
-
-def run_imports(args: argparse.Namespace) -> list[Row]:
-    """Measure imports and a native start in fresh processes. Check that no model class is imported."""
-    found = []
-    for round_ in range(args.rounds):
-        found.append(start("demo", ROOT, args.threads, classes=True))
-        check_native_start(found[-1])
-        print(f"imports, {round_ + 1} of {args.rounds}", flush=True)
-    return medians(found)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Workload, ragged_workload
 from benchmarks.peers.fleet import TOLERANCES
-from benchmarks.peers.process import ROOT, Worker
+from benchmarks.peers.process import Worker
 from benchmarks.peers.report import Row, Run
 from paged.simulate.model import read_model
 
@@ -26,7 +25,6 @@ class Way:
     model: str  # a directory
     batches: tuple[int, ...]
     system: str = "paged"
-    root: Path = ROOT  # the checkout that it runs from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class Turns:
         with ExitStack() as stack:
             workers: dict[Way, Worker] = {}
             for way in ways:
-                workers[way] = stack.enter_context(Worker(way.system, threads=self.threads, root=way.root))
+                workers[way] = stack.enter_context(Worker(way.system, threads=self.threads))
                 workers[way].call("load", **self._options_of(way))
                 print(f"{title}, {way.name}: loaded", flush=True)
             self._prove(title, workers)

@@ -33,22 +33,17 @@ def interpreter(system: str, environments: Path = ENVIRONMENTS) -> str:
 
 
 class Worker:
-    """A process with one system.
+    """A process with one system."""
 
-    root: the checkout that it imports `benchmarks` and `paged` from.
-    """
-
-    def __init__(
-        self, system: str, *, threads: int, environments: Path = ENVIRONMENTS, root: Path = ROOT
-    ) -> None:
+    def __init__(self, system: str, *, threads: int, environments: Path = ENVIRONMENTS) -> None:
         command = [interpreter(system, environments), "-m", "benchmarks.peers.worker", system]
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (closed with the worker)
         self.process = subprocess.Popen(
             command,
-            cwd=root,
+            cwd=ROOT,
             env={
                 **os.environ,
-                "PYTHONPATH": str(root),
+                "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": str(threads),
                 "TOKENIZERS_PARALLELISM": "false",
             },

@@ -6,9 +6,9 @@ from benchmarks.peers.worker import Server
 class WorkerHere(Server):
     """A worker in this process."""
 
-    def __init__(self, system, *, threads, root=None):
+    def __init__(self, system, *, threads):
         super().__init__(system)
-        self.threads, self.root = threads, root
+        self.threads = threads
 
     def __enter__(self):
         return self
