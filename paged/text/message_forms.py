@@ -83,7 +83,10 @@ def _system_forms(messages: Sequence[Message], *, knows_developer: bool) -> Iter
 
 
 def _is_plainly_shown(messages: Sequence[Message], text: str) -> bool:
-    """Return whether a rendered text has the text of the first message, the only system message with it."""
+    """Return whether a rendered text shows the first message, if that is the only system message.
+
+    False if another message contains the same text, since this may be what the rendered text shows.
+    """
     first, *others = messages
     if first["role"] not in SYSTEM_ROLES or _has_system(others):
         return False
