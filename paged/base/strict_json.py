@@ -78,7 +78,7 @@ def _check_depth(text: str) -> None:
 
 
 def _end_of_string(text: str, place: int) -> int:
-    """Return the place after a string of which `place` is the middle."""
+    """Return the place after the string that `place` is inside of."""
     while place < len(text):
         match = _REST_OF_STRING.match(text, place)
         assert match is not None, "it may be empty"

@@ -220,7 +220,7 @@ class _Arguments:
         return sequence(tag(begin, {"type": "any_text"}, end), *([text(rest)] if rest else []))
 
     def _branches(self, schema: Any, place: str) -> list[Any]:
-        """Return the schemas of a union of which no text of one can be taken for another one.
+        """Return the schemas of a union if no text of one schema can be taken for a text of another.
 
         A text is read as null, a number and so on where the schema allows them. So there is no plain text
         besides values with bounds, which it might not keep.
@@ -368,7 +368,7 @@ def _bounded(schema: Mapping[str, Any], without: Sequence[str]) -> Format:
 
 
 def _listed(parts: Sequence[Format], required: Sequence[bool], separator: str) -> Format:
-    """Return members with a text between them, of which some may be left out."""
+    """Return members with a text between them. Members that are not required may be left out."""
     needed = [part for part, is_needed in zip(parts, required, strict=True) if is_needed]
     others = [part for part, is_needed in zip(parts, required, strict=True) if not is_needed]
     following = [optional(sequence(text(separator), part)) for part in others]

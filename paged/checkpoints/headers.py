@@ -88,7 +88,7 @@ def write_gguf_headers(sources: Mapping[str, Any]) -> Path:
 
 
 class _CopiedGguf(GgufFile):
-    """A GGUF file of which every byte that is read is copied from another one first."""
+    """A GGUF file whose bytes are copied from another file when they are read."""
 
     def __init__(self, path: Path, source: Any) -> None:
         self._source = source

@@ -63,7 +63,7 @@ def chosen_quantisation(remote: RemoteModel, wanted: str | None) -> str | None:
 
 
 def largest_that_fits(repository: str, quantisations: Mapping[str, Sequence[RemoteFile]]) -> str:
-    """Return the largest quantisation of which an engine has room, by the headers of its file.
+    """Return the largest quantisation that has room in an engine, by the headers of its file.
 
     A request of LEAST_CONTEXT tokens must fit, or of the model's own context if that is less.
 

@@ -33,7 +33,7 @@ class _Places:
         return not self.chances or REFRESH * self.num_new > self._seen[0]
 
     def add(self, num_known: int, num_right: int) -> None:
-        """Add a draft of which num_known tokens can be compared and the first num_right are right."""
+        """Add a draft. Its first num_known tokens can be compared, and the first num_right are right."""
         seen = self._seen
         right = self._right
         for place in range(num_right):

@@ -108,7 +108,7 @@ class AnswerAccount:
         self._balance()
 
     def _balance(self) -> None:
-        """Hold the requests whose reader is slow, or of which too many grow at once."""
+        """Hold requests whose reader is slow, and requests beyond the number that may grow at once."""
         if self.is_whole:
             return
         budget = self.budget

@@ -80,7 +80,7 @@ class EngineReplica(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """A description of what is wrong with the engine; None if nothing is."""
+        """A description of what is wrong with the engine; None if all is well."""
 
     @property
     def num_queued_tokens(self) -> int:

@@ -339,7 +339,7 @@ class JsonGrammar:
         return f'"{{" {self._members(members)} "}}"'
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Return an expression of members in this order, of which some are needed.
+        """Return an expression of members in this order; some of them are required.
 
         From the last to the first: `after` is what follows a member, `fresh` what begins an object.
         """

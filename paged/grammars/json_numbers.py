@@ -81,7 +81,7 @@ class Interval:
 
     @property
     def step(self) -> Fraction | None:
-        """The number of which all numbers in the interval are multiples; None if there is none."""
+        """All numbers in the interval are multiples of this number; None if there is no such number."""
         return _common_multiple(self.multiple, Fraction(1) if self.is_integer else None)
 
     def first(self, step: Fraction) -> Fraction:

@@ -38,7 +38,7 @@ class Line:
     """One line of a batch file.
 
     identity: the id of the line's result, the same in every run.
-    call: the request, or the error because of which it is refused.
+    call: the request, or the error that refuses it.
     """
 
     identity: str

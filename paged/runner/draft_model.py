@@ -266,7 +266,7 @@ class DraftModel:
         return guesses
 
     def _passes(self, rows: list[_Row]) -> Iterator[_Pass]:
-        """Yield the passes, each of which is to be computed before the next one is asked for.
+        """Yield the passes. Each must be computed before the next is taken.
 
         Where the device makes the batches all are sent at once. The host makes each batch with the tokens of
         the one before.

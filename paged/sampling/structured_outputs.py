@@ -115,7 +115,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The tokens as bytes, of which at least one ends an output."""
+    """The tokens as bytes. At least one token ends an output."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         try:

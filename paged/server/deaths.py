@@ -122,7 +122,7 @@ class Suspicion:
         self.acquit()
 
     def acquit(self) -> None:
-        """Forget deaths of which another request was found to be the cause."""
+        """Forget deaths that another request was found to have caused."""
         self._deaths = [death for death in self._deaths if not death.is_explained]
 
     def end(self) -> None:

@@ -123,7 +123,7 @@ class Exchanges:
 
 
 def _normed_columns(attention: AttentionSpec, part: ModelPart) -> int:
-    """Return the columns of Q and K of all shards, several of which may have the same KV head."""
+    """Return the columns of Q and K of all shards. Several shards may have the same KV head."""
     own = part.shard.attention(attention)
     return part.shard.count * (own.num_heads + own.kv.num_kv_heads) * own.kv.key_dim
 

@@ -209,7 +209,7 @@ def _joined(before: Message, after: Message) -> Message:
 
 
 def _write_calls(messages: list[Message], write: Write) -> str:
-    """Return the text of a conversation in the first form of which the template shows each call.
+    """Return the text of a conversation in the first form in which the template shows each call.
 
     If it shows them in no form, that is the first form which it takes. Raises RefusedError if it takes none.
     """

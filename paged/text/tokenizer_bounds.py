@@ -83,7 +83,7 @@ def why_unbounded(description: Mapping[str, Any], *, has_model: bool = True) -> 
 
 
 def why_undecodable(description: Mapping[str, Any]) -> str | None:
-    """Return the part of a tokenizer because of which decoding may take unbounded time; None if there is
+    """Return the part of a tokenizer that may make decoding take unbounded time; None if there is
     none.
 
     Decoding does not depend on the model: it uses the table of tokens, the added tokens and the decoder.

@@ -286,7 +286,7 @@ def _redraw_untypical(tokens: Tensor, weights: Tensor, sums: Tensor, means: Tens
     """Draw again where typical_p excludes the token. Changes the tokens.
 
     A token is excluded if those whose logarithm is nearer to the mean hold typical_p already. So are then all
-    that are not nearer: the next token is drawn from the others, of which there is at least one.
+    that are not nearer: the next token is drawn from the others. At least one is left.
     """
     limit = left_to_right(sums) * rows.typical_p[:, None].clamp(min=SMALLEST)
     of = torch.arange(len(tokens), device=tokens.device)

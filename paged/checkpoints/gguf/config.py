@@ -666,7 +666,7 @@ def _gemma4(source: ConfigSource) -> dict[str, Any]:
 def _gemma4_ropes(source: ConfigSource, width: int, own_width: int) -> dict[str, Any]:
     """Read the rotary embeddings of layers with full attention, and of those with a window.
 
-    width, own_width: of their heads, all of which they rotate.
+    width, own_width: the widths of their heads, which are rotated as a whole.
     """
     metadata = source.metadata
     for key, dims in (("rope.dimension_count", width), ("rope.dimension_count_swa", own_width)):

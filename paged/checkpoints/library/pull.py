@@ -161,7 +161,7 @@ class RemoteModel:
 
 
 def _new(path: Path) -> Path:
-    """Return where this thread makes what is to replace a path; nothing is there."""
+    """Return a path at which nothing is, where this thread writes what will replace another path."""
     new = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.new")
     new.unlink(missing_ok=True)  # of a process with the same number that was killed
     return new

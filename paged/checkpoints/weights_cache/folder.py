@@ -196,7 +196,7 @@ class WeightsCache:
         return True
 
     def _most_bytes(self) -> float:
-        """Return how much may be kept: a share of what is free, or would be without the cache."""
+        """Return the maximum size of the cache: a share of the free space, with the cache counted as free."""
         return (shutil.disk_usage(self.place).free + sum(k.num_bytes for k in self.kept())) * KEPT_SHARE
 
     @contextmanager

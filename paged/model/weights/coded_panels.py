@@ -140,7 +140,7 @@ class CodedForms:
         self._has_widened = False
 
     def __call__(self, weight: CodedWeight, role: Role, *, whole: WholeWeight = ALONE) -> PanelWeight:
-        """Make the form of a weight. whole: what it may be a shard of."""
+        """Make the form of a weight. whole: the weight that this may be a shard of."""
         kept = keepable(weight, whole)
         if kept is not None:
             return PanelCodes(kept, role, dtype=self.dtype)

@@ -236,7 +236,7 @@ class Loader:
 
 
 def parts_of(rows: StoredRows, like: Tensor, sources: Sources) -> list[StoredPart]:
-    """Return the parts of which a weight consists in a checkpoint.
+    """Return the parts that make up a weight in a checkpoint.
 
     like: the float weight on the meta device.
     """

@@ -78,7 +78,7 @@ class GenerateCall(GenerationCall):
     def results(self, index: int, outcome: RequestOutput | PagedError) -> list[dict[str, Any]]:
         """Return the results of the prompt number `index`: one for each sample, or its error.
 
-        outcome: the finished output, or the error because of which the prompt was refused.
+        outcome: the finished output, or the error that refused the prompt.
         """
         if isinstance(outcome, PagedError):
             failure = status_of(outcome), str(outcome)

@@ -128,7 +128,7 @@ def _named_blocks(index: int, content: str | Sequence[Block]) -> Iterator[NamedB
 def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Message]:
     """Yield the results of the calls before, and what the user says.
 
-    open_calls: the ids of calls without a result, of which those with one are removed.
+    open_calls: the ids of calls without a result; ids that get a result here are removed.
     """
     parts: list[Block] = []
     for name, block in blocks:

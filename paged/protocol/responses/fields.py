@@ -226,7 +226,7 @@ _INCLUDABLE = (
 
 
 class _Includable(Choice):
-    """A part of an output, of which only log-probabilities are returned."""
+    """A part of an output that `include` may ask for; only log-probabilities are returned."""
 
     def parts(self, name: str, value: Any) -> tuple[str, list[str]]:
         found, _ = named_parts(Choice(self.values), name, value)
