@@ -1,4 +1,4 @@
-"""Backlog: the requests of calls with many prompts. Of each call, one request waits in the queue at a time."""
+"""Backlog: the requests of calls with many prompts, of each call one at a time in the queue."""
 
 from __future__ import annotations
 
