@@ -54,6 +54,8 @@ def root(
     rows += [[entry.name, f"names {entry.checkpoint}", "", "", ""] for entry in file.entries.values()]
     if rows:
         print("\n".join(table([["name", "format", "bytes", "last used", "weights kept packed"], *rows])))
+    else:
+        print("no models yet: `paged pull OWNER/NAME` downloads one, `--model demo` comes with paged")
     print(f"{sum(each.num_bytes for each in found):,} bytes in {hub_cache()}")
     return 0
 

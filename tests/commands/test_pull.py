@@ -67,6 +67,7 @@ def test_what_is_pulled_is_listed_answers_and_is_removed(hub, run):
     assert run("pull", "owner/tiny")[0] == 0
     assert hub.sent[weights_of(hub)] == model.num_bytes  # once
     assert "removed owner/tiny" in run("models", "rm", "owner/tiny")[1]
+    assert run("models")[1].startswith("no models yet: `paged pull OWNER/NAME`")
     assert local_models() == []
     assert "no model is here as 'owner/tiny'" in run.fails("models", "rm", "owner/tiny")
 
