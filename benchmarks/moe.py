@@ -129,7 +129,7 @@ def decode(form: str | None, hidden: int, rounds: int) -> dict[str, Any]:
         "ms": statistics.median(own) / 8 * 1e3,
         "GB/s": moved / statistics.median(own) * 8 / 1e9,
         "ratio": ratio(theirs, own) * moved / dense_bytes,
-        "reach": ">= 0.8",
+        "aim": ">= 0.8",
     }
 
 
@@ -156,7 +156,7 @@ def prompt(form: str | None, hidden: int, rounds: int) -> dict[str, Any]:
         "ms": statistics.median(own) * 1e3,
         "GFLOP/s": flops / statistics.median(own) / 1e9,
         "ratio": ratio(theirs, own),
-        "reach": ">= 0.7",
+        "aim": ">= 0.7",
     }
 
 
@@ -177,7 +177,7 @@ def more_experts(hidden: int, rounds: int) -> dict[str, Any]:
         "figure": "128 experts in place of 64, int8",
         "ms": statistics.median(many) / 8 * 1e3,
         "ratio": ratio(many, few),
-        "reach": "<= 1.05",
+        "aim": "<= 1.05",
     }
 
 
@@ -201,7 +201,7 @@ def routing(hidden: int, rounds: int) -> dict[str, Any]:
         "figure": "routing of 64 tokens, 128 experts",
         "ms": statistics.median(own) * 1e3,
         "ratio": ratio(own, whole),
-        "reach": "<= 0.05",
+        "aim": "<= 0.05",
     }
 
 
@@ -233,7 +233,7 @@ def loading(rounds: int, num_tensors: int, side: int) -> dict[str, Any]:
         "figure": f"loading {num_tensors:,} tensors of {side * side / 1e3:,.0f} kB",
         "ms": statistics.median(own) * 1e3,
         "ratio": ratio(own, theirs),
-        "reach": "<= 1.5",
+        "aim": "<= 1.5",
     }
 
 
@@ -257,7 +257,7 @@ def main() -> None:
         routing(args.hidden, args.rounds),
         loading(args.rounds, args.tensors, args.side),
     ]
-    columns = ("figure", "ms", "GB/s", "GFLOP/s", "ratio", "reach")
+    columns = ("figure", "ms", "GB/s", "GFLOP/s", "ratio", "aim")
     print_table([{column: row.get(column, "") for column in columns} for row in results])
     print_json({"benchmark": "moe", "device": device_name(CPU), "results": results, **vars(args)})
 

@@ -155,7 +155,7 @@ def ratio_rows(
                 f"{theirs} tokens/s": num_tokens / statistics.median(times[theirs]),
                 "ratio": ratio,
                 "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
-                "target": target,
+                "aim": target,
             }
         )
     return rows

@@ -57,7 +57,7 @@ def measure(model: str, clients: list[int], *, rounds: int) -> list[dict[str, An
                 "tokens/s": statistics.median(each["output_throughput"] for each in ours),
                 "of vLLM": statistics.median(each["output_throughput"] for each in theirs),
                 "ratio": ratio,
-                "wanted": WANTED.get(count, WANTED_BEYOND),
+                "aim": WANTED.get(count, WANTED_BEYOND),
                 "first token p50, ms": statistics.median(each["median_ttft_ms"] for each in ours),
                 "of vLLM, ms": statistics.median(each["median_ttft_ms"] for each in theirs),
             }

@@ -138,7 +138,7 @@ def _measured(
                 {
                     "front end alone": case.name,
                     "per second": per_s,
-                    "wanted": case.wanted_per_s,
+                    "aim": case.wanted_per_s,
                     "µs of processor time each": cpu_us,
                     "core busy": busy,
                     "per second of processor time": 1e6 / cpu_us,

@@ -100,7 +100,7 @@ def measure(model: str, cores: Cores, rounds: int, *, num_requests: int, max_tok
         "step ms": statistics.median(times[0]) / max_tokens * 1e3,
         "watched ms": statistics.median(times[NUM_WATCHERS]) / max_tokens * 1e3,
         "ratio": statistics.median(watched / alone for watched, alone in pairs),
-        "wanted": 1.01,
+        "aim": 1.01,
         "a picture ms": statistics.median(watcher.seconds.values()) * 1e3,
         "share of time": statistics.median(share),
         "event bytes": watcher.num_bytes / watcher.num_events,

@@ -64,7 +64,7 @@ def measure(
         "tokens/s of generate": num_tokens / statistics.median(seconds["offline"]),
         "tokens/s over HTTP": num_tokens / statistics.median(seconds["http"]),
         "ratio": _ratio(seconds),
-        "wanted": 0.95,
+        "aim": 0.95,
         "of processor time": _ratio(cpu),
         "first token, ms": statistics.median(first["offline"]) * 1e3,
         "over HTTP, ms later": statistics.median(later) * 1e3,
