@@ -79,7 +79,7 @@ def rm(
 
 
 def _listed(folder: Path | None) -> list[Listed]:
-    """Return what is kept in a folder; nothing if there is none. Raises ResourceError."""
+    """Return the packed weights in a folder; nothing if there is no folder. Raises ResourceError."""
     from ..checkpoints.weights_cache.file import listed
     from ..checkpoints.weights_cache.folder import CacheError, WeightsCache
 

@@ -83,7 +83,7 @@ def report(made: EnginePlan) -> str:
 
 
 def _start(made: EnginePlan) -> Iterator[str]:
-    """Yield what a start does with the weights, with and without packed ones that are kept."""
+    """Yield what a start does with the weights, with and without cached packed weights."""
     start = made.start
     if start is None:
         return

@@ -25,7 +25,7 @@ class KeptPixels:
         self._num_bytes = 0
 
     def missing(self, images: Sequence[PromptImage]) -> list[PromptImage]:
-        """Return the images of a step whose pixels are not kept. Those that are become the last ones."""
+        """Return the images of a step whose pixels are not stored. The others become the most recent ones."""
         for image in images:
             if image.sha256 in self._kept:
                 self._kept.move_to_end(image.sha256)

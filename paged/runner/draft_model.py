@@ -77,10 +77,11 @@ def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Si
 
 @dataclass(slots=True)
 class _Known:
-    """What is kept of a request.
+    """What the draft model remembers of a request.
 
-    drawing: a request that is drawn for like this one.
-    num_tokens, guesses: its tokens when it was last guessed for, and the guesses that were computed.
+    drawing: a request whose parameters draw the guesses.
+    num_tokens: how many tokens the request had when its guesses were last computed.
+    guesses: the guesses that were computed then.
     """
 
     drawing: Request
@@ -92,11 +93,11 @@ class _Known:
 class _Row:
     """A request of a pass.
 
-    place: in what was asked for.
-    drawing: as of what is kept of it.
-    start: how many tokens the draft model has computed.
-    count: how many it computes now; if these are all, guesses follow.
-    num: how many guesses are drawn; 0 if `count` tokens are not all.
+    place: its index among the requests that guesses are wanted for.
+    drawing: see `_Known`.
+    start: how many of its tokens the draft model has computed.
+    count: how many tokens the pass computes. Guesses follow if no token is left then.
+    num: how many guesses are drawn; 0 if tokens are left.
     """
 
     place: int

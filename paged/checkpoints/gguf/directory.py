@@ -178,7 +178,7 @@ def _remove_oldest(cache: Path) -> None:
 
 
 def _cache() -> Path:
-    """Return where directories are kept: in the user's cache, or for this run where it cannot be written."""
+    """Return the parent of these directories: in the user's cache, or temporary if that cannot be written."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     with suppress(OSError, RuntimeError):  # no home directory
         # A relative path is to be ignored: https://specifications.freedesktop.org/basedir-spec/latest

@@ -1,4 +1,4 @@
-"""Weights that are kept between starts: what a loader has made, as plain values and tensors, and back."""
+"""Weights between starts: what a loader has made is written as plain values and tensors, and read back."""
 
 from __future__ import annotations
 
