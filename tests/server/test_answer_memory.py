@@ -252,7 +252,6 @@ def test_streamed_results_together_may_hold_more_than_a_whole_answer(stream, sha
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
-@pytest.mark.usefixtures("short_buffers")
 def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, monkeypatch):
     """Few of its prompts are computed before a later request has ended, and all come when it is read."""
     budget = shared_client.front.engine.budget
@@ -283,7 +282,6 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
-@pytest.mark.usefixtures("short_buffers")
 def test_a_body_that_is_read_slowly_keeps_no_memory_from_others(shared_client, monkeypatch):
     """Once it is written as JSON, its log-probabilities count no more; and it is cut before others wait."""
     budget, responses = shared_client.front.engine.budget, shared_client.front.response_budget
