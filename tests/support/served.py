@@ -189,22 +189,24 @@ def _unhurried() -> Path:
 
 
 @contextmanager
-def unhurried(engine: AsyncLLMEngine | EngineClient) -> Iterator[None]:
+def unhurried(engine: AsyncLLMEngine | EngineClient, step_s: float = 0.05) -> Iterator[None]:
     """Have each step of an engine take a while, so that no long request ends meanwhile.
 
     One in other processes was given an UnhurriedLauncher.
     """
     if isinstance(engine, EngineClient):
         assert all(isinstance(each._launcher, UnhurriedLauncher) for each in engine._engines)
-        _unhurried().touch()
+        file = _unhurried()
+        file.with_suffix(".new").write_text(str(step_s))
+        file.with_suffix(".new").rename(file)  # so that nobody reads a part
         try:
             yield
         finally:
-            _unhurried().unlink()
+            file.unlink()
         return
     runner = engine._thread.call(lambda engine: engine.runner).result()
     execute, is_over = runner.execute, threading.Event()
-    runner.execute = lambda schedule: (is_over.wait(0.05), execute(schedule))[1]
+    runner.execute = lambda schedule: (is_over.wait(step_s), execute(schedule))[1]
     try:
         yield
     finally:

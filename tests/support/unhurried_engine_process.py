@@ -1,9 +1,10 @@
-"""An engine process whose steps take a while each as long as a file is there, so that no long request ends."""
+"""An engine process whose steps take a while each, as long as a file is there, which says how many seconds."""
 
 from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,14 @@ from paged.runner.model_runner import ModelRunner
 from paged.server import engine_process
 
 WHILE = "UNHURRIED_WHILE"  # names the file
-STEP_S = 0.05
 
 
 def unhurried(execute: Any) -> Any:
     file = Path(os.environ[WHILE])
 
     def run(self: ModelRunner, schedule: Any) -> Any:
-        if file.exists():
-            time.sleep(STEP_S)
+        with suppress(FileNotFoundError):
+            time.sleep(float(file.read_text()))
         return execute(self, schedule)
 
     return run
