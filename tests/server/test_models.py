@@ -373,7 +373,7 @@ def test_real_engines_within_the_memory(tmp_path, served):
     models.write_text(f'[a]\ncheckpoint = "demo"\n[a.sampling]\ntop_k = 1\n[b]\ncheckpoint = "{own}"\n')
     options = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8}
     kept = tmp_path / "kept"
-    chosen = {"memory": "24MB", "prefix_dir": str(kept), "admin_key": "admin"}
+    chosen = {"memory": "24MB", "prefix_dir": str(kept), "admin_key": "admin", "max_restarts": 1}
     with lobby_of_processes(models, engine=options, **chosen) as server:
         assert server.post(COMPLETIONS, **completion("a", temperature=0))["choices"] == alone
         pin = {"prompt": "def f(x):\n" * 20}
