@@ -47,7 +47,7 @@ LOOKS = {
     "kernels/plain": ("tests/ops\n-k\ntorch and not triton and not numba\n--ignore-glob=*pu/*",),
 }
 # What CI tries takes little time. Bugs with names, the seed of the sample; plain mutations of `blocks`.
-NUM_BUGS, SEED, NUM_MUTATIONS = 5, 9, 4
+NUM_BUGS, SEED, NUM_MUTATIONS = 3, 9, 2
 
 
 def looks_at(file: Path) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ DATA = (
     "model-00002-of-00002.safetensors",
     "model.gguf",
 )
-COUNTS = {"data": 400, "text": 25}
+COUNTS = {"data": 240, "text": 15}
 TEXT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

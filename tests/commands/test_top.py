@@ -6,6 +6,7 @@ import math
 import socket
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("prometheus_client")
 
 from paged.commands import top
 from paged.server.telemetry.metrics import CONTENT_TYPE, ServerMetrics
+from paged.server.telemetry import scrape
 from paged.server.telemetry.scrape import parse, quantile
 
 # As vLLM answers: another prefix, no states of blocks, two engines.
@@ -114,8 +116,10 @@ def demo():
         yield url, paths
 
 
-def test_one_view(run, demo):
+def test_one_view(run, demo, monkeypatch):
     url, paths = demo
+    looked_at = iter((100.0, 100.5))
+    monkeypatch.setattr(scrape, "time", SimpleNamespace(monotonic=looked_at.__next__))
     code, out, err = run("top", url, "--once", "--interval", 0.01)
     assert (code, err, paths, keys) == (0, "", ["/metrics", "/metrics"], [None, None])
     lines = [" ".join(line.split()) for line in out.splitlines()]
@@ -123,7 +127,7 @@ def test_one_view(run, demo):
     assert lines[1].split()[1:] == ["█" * 20 + "▓" * 5 + "░" * 25]
     assert lines[2].startswith("requests 3 running 2 waiting")
     assert lines[3] == "so far 1 stop refused: 1 queue_full"
-    assert int(lines[4].split()[1].replace(",", "")) > 500  # 500 tokens in little more than 0.01 s
+    assert lines[4].split()[1] == "1,000"  # 500 tokens in half a second
     assert lines[5] == "memory 40.0% of KV in use – prefix hits, 25% ever 0 preemptions"
     assert lines[6:8] == ["p50 p90 p99", "first token – – –"]
     assert lines[-1] == "step 375.0 ms 475.0 ms 497.5 ms"

@@ -86,7 +86,7 @@ class SpendingTokens(SeatedBatches):
         return made
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [1, 2, 3, 5, 7])  # each depth, few blocks and many, with graphs and without
 def test_steps_in_flight_of_the_same_requests_give_the_tokens_of_a_cpu(seed, monkeypatch):
     """With one, two and three of them, whatever is sampled, while some requests end early."""
     monkeypatch.setattr(grammar_jobs, "SLOW_S", 60.0)  # else a busy machine has late masks

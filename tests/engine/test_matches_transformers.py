@@ -125,15 +125,15 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
 
 
-# Every architecture but Ministral, whose layers are those of the mixed Qwen 2. Together they have biases,
-# norms, tied embeddings, stretched rope and windows.
+# Every architecture but those whose layers others have: Ministral's the mixed Qwen 2, Granite's that with windows,
+# OLMo 2's OLMo 3, and those of the unified Gemma 4 the other one. Together they have biases, norms, tied
+# embeddings, stretched rope and windows.
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama-llama3", "mistral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite", "granite-swa"),
-        "olmo2",
+        *("llama-llama3", "mistral", "ministral3", "qwen2-mixed", "qwen3", "phi3", "granite-swa"),
         *("olmo3", "gemma2", "gemma3", "smollm3", "glm4", "gpt2", "gpt_neox"),
-        *("gemma4", "gemma4-keys-as-values", "gemma4-unified", "qwen3_5", "nemotron_h", "falcon_h1-norm"),
+        *("gemma4", "gemma4-keys-as-values", "qwen3_5", "nemotron_h", "falcon_h1-norm"),
     ],
 )
 def test_triton_kernels_match_transformers(name, monkeypatch):
@@ -248,7 +248,7 @@ def test_tokens_do_not_depend_on_neighbours(name):
     [
         ({"max_model_len": 64}, [1, 24, 52], 12),
         ({"num_blocks": 10}, [61, 24, 63], 12),
-        ({"device": "auto", "attention_backend": "triton"}, [61, 63], 5),
+        ({"device": "auto", "attention_backend": "triton"}, [63, 5], 4),
     ],
 )
 def test_longrope_matches_transformers(options, lengths, max_tokens, monkeypatch):

@@ -74,11 +74,13 @@ def test_each_row_gets_what_its_adapter_makes_and_the_same_bits_alone(
     reference.add_lora(**sizes)
     bound = (in_features + max_rank + 4) * EPS[torch.float32] * sizes["out"] + EPS[dtype] * exact["out"].abs()
     assert ((given["out"] - exact["out"]).abs() <= bound).all()
-    for row, alone in enumerate(one_by_one):
+    is_exact = name == "numba" or DEVICE == "cuda"  # a product of the interpreter is numpy's
+    for row, alone in enumerate(one_by_one if is_exact else one_by_one[:1]):
         kernels.add_lora(**alone)
-        if name == "numba" or DEVICE == "cuda":  # a product of the interpreter is numpy's
-            assert torch.equal(alone["out"][0], given["out"][row])
-        if SLOTS[row] <= 0:  # no adapter, or one of rank 0
+        assert ((alone["out"][0] - exact["out"][row]).abs() <= bound[row]).all()
+        assert not is_exact or torch.equal(alone["out"][0], given["out"][row])
+    for row, slot in enumerate(SLOTS):
+        if slot <= 0:  # no adapter, or one of rank 0
             assert torch.equal(given["out"][row], before[row])
 
 

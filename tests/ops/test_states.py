@@ -255,12 +255,12 @@ def test_the_same_bits_in_every_division_into_steps(dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
-@pytest.mark.parametrize("dims", [(2, 4, 16, 16), (1, 3, 24, 130)], ids=str)
-def test_runs_leave_states_as_they_were(name, dtype, dims):
+def test_runs_leave_states_as_they_were(name, dtype):
     """Runs of every length, of which a part turns out right: the same as the tokens that were, alone.
 
     Wrong tokens are NaN. Places are as many as two runs have.
     """
+    dims = (1, 3, 24, 130) if dtype is torch.float32 else (2, 4, 16, 16)
     kernels = load_kernels(name)
     rng = random.Random(0)
     longest, total, num_seqs = 3, 14, 3

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import Iterator
 
 import pytest
 
 from paged import AsyncLLMEngine
 from paged.server.engine_client import EngineClient
-from tests.support.served import Served, eventually, serving
+from tests.support.served import Served, UnhurriedLauncher, eventually, serving
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -38,18 +37,9 @@ def shared(engine) -> Iterator[Served]:
 @pytest.fixture(scope="package")
 def shared_client() -> Iterator[Served]:
     """Yield a server of an engine in another process."""
-    with serving(EngineClient("demo", **OPTIONS), closes=True) as served:
+    client = EngineClient("demo", launcher=UnhurriedLauncher(), **OPTIONS)
+    with serving(client, closes=True) as served:
         yield served
-
-
-@pytest.fixture
-def short_buffers(shared_client) -> Iterator[None]:
-    """Let the system hold little of a response, so that a short one fills what is sent ahead."""
-    listener = shared_client.server.servers[0]._listener
-    size = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
-    yield
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2)
 
 
 @pytest.fixture
@@ -69,4 +59,5 @@ def served_by_either(request) -> Iterator[Served]:
 
 def _check_idle(served: Served) -> None:
     eventually(lambda: served.num_requests == 0)
+    eventually(lambda: not served.front.open_records)
     assert served.stats().num_used_blocks == 0

@@ -21,7 +21,7 @@ from paged.options.sampling_params import RequestOutputKind
 from paged.server import frames
 from paged.server.inbox import Inbox, bytes_of, size_of
 from tests.server.test_streams import events_of, read_all, send, slow_client
-from tests.support.served import eventually
+from tests.support.served import eventually, unhurried
 
 PLACE = ([*range(21)], [-1.0] * 21, [*range(21)], ["a"] * 21)
 BYTES = 1 + TOKEN_BYTES + 21 * CANDIDATE_BYTES
@@ -252,7 +252,6 @@ def test_streamed_results_together_may_hold_more_than_a_whole_answer(stream, sha
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
-@pytest.mark.usefixtures("short_buffers")
 def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, monkeypatch):
     """Few of its prompts are computed before a later request has ended, and all come when it is read."""
     budget = shared_client.front.engine.budget
@@ -270,8 +269,9 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     body = {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
     num_pauses = budget.num_pauses
     with slow_client(shared_client) as client:
-        send(client, body)
-        eventually(lambda: budget.num_pauses > num_pauses)
+        with unhurried(shared_client.front.engine, 0.5):  # else it might compute all before it is told to pause
+            send(client, body)
+            eventually(lambda: budget.num_pauses > num_pauses)
         shared_client.post("/v1/completions", prompt="a", max_tokens=20)
         assert came[0] < num_prompts * num_tokens * 21 * CANDIDATE_BYTES / 2
         got = read_all(client)
@@ -283,7 +283,6 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     eventually(lambda: shared_client.num_requests == budget.num_bytes == 0)
 
 
-@pytest.mark.usefixtures("short_buffers")
 def test_a_body_that_is_read_slowly_keeps_no_memory_from_others(shared_client, monkeypatch):
     """Once it is written as JSON, its log-probabilities count no more; and it is cut before others wait."""
     budget, responses = shared_client.front.engine.budget, shared_client.front.response_budget

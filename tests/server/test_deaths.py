@@ -112,7 +112,7 @@ def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch, hurry
                 for stream in streams:
                     await anext(stream)
                 late = asyncio.create_task(read(client.generate("x", replace(ENDLESS, timeout_s=0.6)), 0.0))
-                while len(client._supervisor._requests) < 6:
+                while len(client._supervisor._requests) < 6 and not late.done():
                     await asyncio.sleep(0)
                 end(lives)
                 hurry.set()
@@ -325,7 +325,7 @@ def _counts(metrics: RequestMetrics) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("num_restarts", "exit_code"), [(0, 1), (5, 0)], ids=["no engine is left", "SIGTERM"]
 )
-def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
+def test_the_exit_code(engines, monkeypatch, hurry, num_restarts, exit_code):
     """Without an engine the server ends with 1. On a signal streams finish first, even if one is replaced."""
     monkeypatch.setattr("paged.server.telemetry.request_log.set_up_logging", lambda _: None)
     monkeypatch.setattr("paged.commands.serving._collect_garbage", lambda _: asyncio.sleep(3600))
@@ -333,7 +333,9 @@ def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
     body = json.dumps(
         {"prompt": "x", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "stream": True}
     )
+    hurry.set()
     (whole,) = engines[0].generate(["x"], replace(LONG, max_tokens=400), use_tqdm=False)
+    hurry.clear()
 
     def read_stream(port: int) -> bytes:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -362,6 +364,7 @@ def test_the_exit_code(engines, monkeypatch, num_restarts, exit_code):
             while not engines[0].core.groups:
                 await asyncio.sleep(0.001)
             end(lives)
+            hurry.set()
             if exit_code == 0:
                 while not any(each.getMessage().endswith("another process") for each in logged):
                     await asyncio.sleep(0)

@@ -43,6 +43,7 @@ from paged.server.inbox import Inbox
 from paged.text.prompt_parser import ParsedPrompt
 from tests.support.failing_engine_process import SLOW, SLOW_UNTIL, UNLUCKY
 from tests.support.mortal_engines import processes
+from tests.support.served import UnhurriedLauncher, unhurried
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "max_waiting": 256}
@@ -82,7 +83,7 @@ def shared(request, sync) -> Iterator[Any]:
     if request.param == "in this process":
         engine: Any = AsyncLLMEngine.from_engine(sync)
     else:
-        engine = EngineClient("demo", replicas=2, **OPTIONS)
+        engine = EngineClient("demo", replicas=2, launcher=UnhurriedLauncher(), **OPTIONS)
     yield engine
     run(engine.__aexit__())
 
@@ -196,12 +197,13 @@ def test_reports_chats_forks_and_continuations(sync, engine):
         resumed = engine.generate(PROMPTS[0], greedy, generated_token_ids=given)
         assert (await read(resumed))[-1].outputs == whole.outputs
         stream = engine.generate(PROMPTS[0], LONG, "parent")
-        await anext(stream)
-        with pytest.raises(RequestError, match="must be SamplingParams, got"):
-            await engine.fork("parent", "child", {"n": 2})  # type: ignore[arg-type]
-        fork = await engine.fork("parent", "child", LONG)
-        await engine.abort("parent")
-        last = (await read(stream))[-1]
+        with unhurried(engine):
+            await anext(stream)
+            with pytest.raises(RequestError, match="must be SamplingParams, got"):
+                await engine.fork("parent", "child", {"n": 2})  # type: ignore[arg-type]
+            fork = await engine.fork("parent", "child", LONG)
+            await engine.abort("parent")
+            last = (await read(stream))[-1]
         assert last.outputs[0].finish_reason == "abort"
         output = await anext(fork)
         assert output.request_id == "child"
@@ -281,7 +283,8 @@ def test_an_abort_at_any_moment_ends_the_stream(engine):
                 await asyncio.sleep(0.005)
             assert (await task)[-1].outputs[0].finish_reason == "abort"
 
-    run(main())
+    with unhurried(engine):
+        run(main())
 
 
 def test_a_stream_that_another_task_closes_ends_its_reader(engine):
@@ -299,7 +302,8 @@ def test_a_stream_that_another_task_closes_ends_its_reader(engine):
             while (await engine.stats()).num_running:
                 await asyncio.sleep(0.01)
 
-    run(main())
+    with unhurried(engine):
+        run(main())
 
 
 def test_several_requests_are_aborted_at_once(engine):
@@ -312,7 +316,8 @@ def test_several_requests_are_aborted_at_once(engine):
         with pytest.raises(RequestError, match="must be a string, or several"):
             await engine.abort([1])
 
-    run(main())
+    with unhurried(engine):
+        run(main())
 
 
 def test_terms_of_all_calls_are_checked(engine):
@@ -360,15 +365,17 @@ def test_a_prompt_parsed_elsewhere_is_checked(engine, token_ids):
 
 def test_a_full_queue_and_an_id_in_use_are_refused():
     async def main() -> None:
-        async with EngineClient("demo", num_blocks=256, max_num_seqs=1, max_waiting=1) as engine:
+        options = {"num_blocks": 256, "max_num_seqs": 1, "max_waiting": 1, "launcher": UnhurriedLauncher()}
+        async with EngineClient("demo", **options) as engine:
             streams = [engine.generate("x", LONG, str(i)) for i in range(3)]
-            await anext(streams[0])
-            waiting = asyncio.create_task(anext(streams[1]))
-            await asyncio.sleep(0)
-            with pytest.raises(QueueFullError):
-                await anext(streams[2])
-            with pytest.raises(RequestError, match="'0' is in use"):
-                await anext(engine.generate("x", LONG, "0"))
+            with unhurried(engine):
+                await anext(streams[0])
+                waiting = asyncio.create_task(anext(streams[1]))
+                await asyncio.sleep(0)
+                with pytest.raises(QueueFullError):
+                    await anext(streams[2])
+                with pytest.raises(RequestError, match="'0' is in use"):
+                    await anext(engine.generate("x", LONG, "0"))
             await streams[0].aclose()
             assert not (await waiting).finished
             await streams[1].aclose()
@@ -450,12 +457,13 @@ def test_without_resumption_a_killed_process_fails_its_requests_alone():
     """And without restarts no other request is served from then on."""
 
     async def main() -> None:
-        options = {**OPTIONS, "replicas": 2, "router": "round-robin"}
+        options = {**OPTIONS, "replicas": 2, "router": "round-robin", "launcher": UnhurriedLauncher()}
         async with EngineClient("demo", resume=False, max_restarts=0, **options) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
-            await asyncio.gather(*map(anext, streams))
-            assert [stream.replica for stream in streams] == [0, 1, 0, 1]
-            os.kill(processes(client)[0].pid, signal.SIGKILL)
+            with unhurried(client):
+                await asyncio.gather(*map(anext, streams))
+                assert [stream.replica for stream in streams] == [0, 1, 0, 1]
+                os.kill(processes(client)[0].pid, signal.SIGKILL)
             results = await asyncio.gather(*map(read, streams), return_exceptions=True)
             dead = [result for result in results if isinstance(result, EngineDeadError)]
             assert ["SIGKILL" in str(error) for error in dead] == [True, True]
@@ -494,7 +502,12 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
             ends = await asyncio.gather(*readers, return_exceptions=True)
             assert [type(end) for end in ends] == [EngineDeadError] * 2
 
-    run(main())
+    gc.collect()
+    gc.freeze()  # what is there already is not looked through at each failure
+    try:
+        run(main())
+    finally:
+        gc.unfreeze()
 
 
 def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
@@ -641,7 +654,10 @@ def test_options_about_processes_of_a_model_are_checked_before_anything_starts(m
 @pytest.mark.parametrize("kind", [AsyncLLMEngine, EngineClient])
 def test_weights_and_prefixes_change_while_engines_run(kind):
     async def main() -> None:
-        async with kind("demo", **{**OPTIONS, "max_num_seqs": 1}, scheduling_policy="fair") as engine:
+        options = {**OPTIONS, "max_num_seqs": 1, "scheduling_policy": "fair"}
+        if kind is EngineClient:
+            options["launcher"] = UnhurriedLauncher()
+        async with kind("demo", **options) as engine:
             for num_hits in (0, 48, 0):
                 before = (await engine.stats()).num_cached_tokens
                 prompt = {"prompt_token_ids": [5] * 64}
@@ -658,7 +674,14 @@ def test_weights_and_prefixes_change_while_engines_run(kind):
                 _ = [o async for o in engine.generate([5], SamplingParams(max_tokens=9), tenant=tenant)]
                 ended.append(tenant)
 
-            await asyncio.gather(*map(ask, "bbbbbbbbaaaaaaaa"))
+            with unhurried(engine):  # until all wait
+                first = engine.generate([5], LONG)
+                await anext(first)
+                asked = [asyncio.create_task(ask(tenant)) for tenant in "bbbbbbbbaaaaaaaa"]
+                while (await engine.stats()).num_waiting < 16:
+                    await asyncio.sleep(0.01)
+                await first.aclose()
+            await asyncio.gather(*asked)
             assert "".join(ended).strip("b") == "a" * 8  # one after the other, and b waits
             assert ended.index("a") < 4
         async with AsyncLLMEngine("demo", **OPTIONS) as engine:

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -22,13 +22,18 @@ from tests.images_fuzz import run_parts
 from tests.support.images import data_url, picture, png, seeing
 from tests.support.media_server import MediaServer, media_server, ok
 from tests.support.mortal_engines import processes
-from tests.support.served import eventually, serving
+from tests.support.served import UnhurriedLauncher, eventually, serving, unhurried
 
 
 @pytest.fixture(scope="module")
 def served() -> Any:
     client = EngineClient(
-        str(seeing("mistral3")), device="cpu", num_threads=1, num_blocks=256, dtype="float32"
+        str(seeing("mistral3")),
+        device="cpu",
+        num_threads=1,
+        num_blocks=256,
+        dtype="float32",
+        launcher=UnhurriedLauncher(),
     )
     with serving(client, closes=True) as found:
         yield found
@@ -418,8 +423,10 @@ def test_an_engine_that_ends_costs_no_stream(served):
     def end(count: int) -> None:
         if count == 1:  # texts of 400 tokens come in few pieces
             os.kill(process.pid, signal.SIGKILL)
+            until_then.close()
 
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, ExitStack() as until_then:
+        until_then.enter_context(unhurried(served.front.engine))
         beside = thread.submit(chat, served, image(data_url(picture(7))))
         assert streamed(end) == expected
         assert beside.result()[0] == 200

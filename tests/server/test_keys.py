@@ -398,7 +398,7 @@ def test_what_is_reserved_is_told_and_comes_back(engine, tmp_path):
         assert post(url="/v1/embeddings", input=[5] * 190)[0] == 429
         assert post(url="/v1/score", prompt=[5] * 10, continuations=[[5]] * 17)[0] == 429
         assert served.front.metrics._counts["requests_refused"]["rate_limit",] == 3
-        with streaming(served, "one", **asked) as first:
+        with unhurried(engine), streaming(served, "one", **asked) as first:
             assert first.startswith(b"HTTP/1.1 200 ")
             status, headers, _ = post("one")
             assert (status, headers["retry-after"]) == (429, "1")
@@ -468,9 +468,9 @@ def operate(served: Served, action: str, method: str = "POST") -> tuple[int, Any
     return status, json.loads(data)
 
 
-def test_the_operator_lists_and_ends_requests(operated):
+def test_the_operator_lists_and_ends_requests(operated, engine):
     asked = {"prompt": "a secret", "max_tokens": 2000, "ignore_eos": True, "user": "u"}
-    with streaming(operated, "one", **asked) as first:
+    with unhurried(engine), streaming(operated, "one", **asked) as first:
         (id_line,) = re.findall(rb"x-request-id: (\w+)", first)
         _, listed = operate(operated, "requests", "GET")
         (request,) = listed["data"]
@@ -482,7 +482,7 @@ def test_the_operator_lists_and_ends_requests(operated):
     eventually(lambda: not operate(operated, "requests", "GET")[1]["data"])
     assert operate(operated, "requests/x/end")[0] == 404
     given = {**bearing("one"), "x-request-id": "a/b"}
-    with ThreadPoolExecutor(1) as pool:
+    with unhurried(engine), ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(operated.request, "POST", COMPLETION, {**asked, "n": 2}, given)
         eventually(lambda: operate(operated, "requests/a%2Fb/end")[0] == 200)
         status, _, data = waiting.result(60)

@@ -17,7 +17,7 @@ from tests.support.chat_checkpoints import chat_checkpoint
 from tests.support.command_line import running
 from tests.support.lora_adapters import ATTENTION, MLP, adapter_of, by_peft
 from tests.support.mortal_engines import processes
-from tests.support.served import eventually, serving
+from tests.support.served import UnhurriedLauncher, eventually, serving, unhurried
 from tests.text.test_chat_template import CHATML
 
 OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 512, "dtype": "float32", "enable_lora": True}
@@ -44,7 +44,8 @@ def third(paths):
 def served(paths):
     model, *adapters = paths
     modules = [f"sql={adapters[0]}", f'{{"name": "chat", "path": "{adapters[1]}"}}']
-    engine = EngineClient(str(model), **OPTIONS, max_loras=2, lora_modules=lora_modules_of(modules))
+    options = {**OPTIONS, "max_loras": 2, "lora_modules": lora_modules_of(modules)}
+    engine = EngineClient(str(model), launcher=UnhurriedLauncher(), **options)
     options = {"lora_modules": modules, "admin_key": "root", "allow_runtime_lora_updating": True}
     with serving(engine, closes=True, served_model_name="base", **options) as served:
         yield served
@@ -147,14 +148,15 @@ def test_adapters_come_and_go_while_requests_run(served, paths, third):
     assert expected[:8] == by_peft(model, third, PROMPT, 8)
     found = []
     stream = threading.Thread(target=lambda: found.append(served.events("/v1/completions", **long)))
-    stream.start()
-    eventually(lambda: served.num_requests > 0)
-    assert load(served, "late", second)[0] == 400
-    assert load(served, "late", second, load_inplace=True) == (
-        200,
-        "Success: LoRA adapter 'late' added successfully.",
-    )
-    kill(served)
+    with unhurried(served.front.engine):
+        stream.start()
+        eventually(lambda: served.num_requests > 0)
+        assert load(served, "late", second)[0] == 400
+        assert load(served, "late", second, load_inplace=True) == (
+            200,
+            "Success: LoRA adapter 'late' added successfully.",
+        )
+        kill(served)
     assert tokens(served, "late") == by_peft(model, second, PROMPT, 8)
     stream.join()
     events = [json.loads(event) for event in found[0] if event != "[DONE]"]

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from paged.architectures.config import DEMO
 from paged.base.errors import CheckpointError, ConfigError
 from paged.checkpoints.library.models_file import ModelsFile
+from paged.server.http.streams import StreamedResponse
 from paged.server.models import routes
 from paged.server.models.catalog import Catalog
 from tests import at_home
@@ -101,12 +101,23 @@ def test_system_prompt_template_and_defaults_are_the_models_own(lobby):
 def test_a_stream_waits_with_blank_lines_and_ends_with_an_error_if_loading_fails(lobby, monkeypatch):
     server, loading = lobby
     monkeypatch.setattr(routes, "WAIT_S", 0.02)
+    write, kept_open = StreamedResponse.write, []
+
+    async def noted(stream, body: bytes, *, more: bool = True) -> None:
+        await write(stream, body, more=more)
+        if body and not body.strip():
+            kept_open.append(stream)
+
+    def open_gate(num_streams: int) -> None:
+        kept_open.clear()
+        eventually(lambda: len({*kept_open}) == num_streams)
+        loading.gate.set()
+
+    monkeypatch.setattr(StreamedResponse, "write", noted)
     loading.gate.clear()
     with ThreadPoolExecutor(2) as pool:
         fine = pool.submit(server.request, "POST", COMPLETIONS, completion("a", stream=True))
-        eventually(lambda: states(server)["a"] == "loading")
-        threading.Event().wait(0.1)
-        loading.gate.set()
+        open_gate(1)
         status, headers, data = fine.result()
     assert (status, headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
     assert data.startswith(b"\n\n")
@@ -122,9 +133,7 @@ def test_a_stream_waits_with_blank_lines_and_ends_with_an_error_if_loading_fails
             "stream": True,
         }
         other = pool.submit(server.request, "POST", "/v1/messages", message)
-        eventually(lambda: len(server.front.host.residency.waiting) == 2)
-        threading.Event().wait(0.1)
-        loading.gate.set()
+        open_gate(2)
         status, _, data = failing.result()
         assert status == 200
         (event,) = data.strip().split(b"\n\n")
@@ -134,9 +143,7 @@ def test_a_stream_waits_with_blank_lines_and_ends_with_an_error_if_loading_fails
     loading.gate.clear()
     with ThreadPoolExecutor(1) as pool:
         wrong = pool.submit(server.request, "POST", COMPLETIONS, completion("c", stream=True, top_p=7))
-        eventually(lambda: states(server)["c"] == "loading")
-        threading.Event().wait(0.1)
-        loading.gate.set()
+        open_gate(1)
         assert b"top_p must be" in wrong.result()[2]
 
 
@@ -366,7 +373,7 @@ def test_real_engines_within_the_memory(tmp_path, served):
     models.write_text(f'[a]\ncheckpoint = "demo"\n[a.sampling]\ntop_k = 1\n[b]\ncheckpoint = "{own}"\n')
     options = {"device": "cpu", "num_threads": 1, "max_num_seqs": 8}
     kept = tmp_path / "kept"
-    chosen = {"memory": "24MB", "prefix_dir": str(kept), "admin_key": "admin"}
+    chosen = {"memory": "24MB", "prefix_dir": str(kept), "admin_key": "admin", "max_restarts": 1}
     with lobby_of_processes(models, engine=options, **chosen) as server:
         assert server.post(COMPLETIONS, **completion("a", temperature=0))["choices"] == alone
         pin = {"prompt": "def f(x):\n" * 20}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,10 +20,11 @@ from paged import AsyncLLMEngine
 from paged.base.errors import EngineDeadError
 from paged.protocol.limits import MAX_PROMPTS
 from paged.server.engine_client import EngineClient
+from paged.server.http import failures
 from paged.server.options import MAX_WAITING
 from paged.text import prompt_parser
 from tests.support.mortal_engines import processes
-from tests.support.served import Served, eventually, serving
+from tests.support.served import Served, UnhurriedLauncher, eventually, serving, unhurried
 
 COMPLETION = "/v1/completions"
 LONG = {"prompt": "a", "temperature": 0, "max_tokens": 1900, "ignore_eos": True}
@@ -41,7 +43,8 @@ ENGINES = [AsyncLLMEngine, EngineClient]
 @pytest.fixture(scope="module", params=ENGINES, ids=["in this process", "in another process"])
 def narrow(request) -> Iterator[Served]:
     """Yield a server that answers one request at a time."""
-    engine = request.param("demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1)
+    options = {"launcher": UnhurriedLauncher()} if request.param is EngineClient else {}
+    engine = request.param("demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1, **options)
     with serving(engine, closes=True) as served:
         yield served
 
@@ -50,7 +53,7 @@ def narrow(request) -> Iterator[Served]:
 def busy(narrow) -> Iterator[Served]:
     """Yield a server that is answering long prompts one after the other, so that other requests wait."""
     eventually(lambda: narrow.num_requests == 0)
-    with narrow.connect() as client:
+    with unhurried(narrow.front.engine), narrow.connect() as client:
         client.sendall(posted({**LONG, "prompt": ["a"] * NUM_LONG}))
         eventually(lambda: narrow.num_requests > NUM_LONG // 2)
         yield narrow
@@ -60,18 +63,18 @@ def stats(engine, name: str) -> int:
     return engine._thread.call(lambda engine: getattr(engine.stats(), name)).result()
 
 
-def test_a_full_queue_says_when_to_come_back():
+def test_a_full_queue_says_when_to_come_back(monkeypatch):
     """By how often requests finish, which refusals do not change, and how many wait in the engine."""
     engine = AsyncLLMEngine(
         "demo", device="cpu", num_threads=1, num_blocks=512, max_num_seqs=1, max_waiting=3
     )
-    with serving(engine) as served:
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    with serving(engine) as served, unhurried(engine):
         clients = [served.connect() for _ in range(2)]
         for client, num_prompts, name in zip(clients, (1, 3), ("num_running", "num_waiting"), strict=True):
             client.sendall(posted({**LONG, "prompt": ["a"] * num_prompts}))
             eventually(lambda name=name, wanted=num_prompts: stats(engine, name) == wanted)
-        now = time.monotonic()
-        served.front._rate._finished.extend([now - 9.8, now - 5])  # one finishes every 5 seconds
+        served.front._rate._finished.extend([990.2, 995])  # one finishes every 5 seconds
         for _ in range(4):
             status, headers, _ = served.request("POST", COMPLETION, LONG)
             assert (status, headers["retry-after"]) == (429, "15")
@@ -82,7 +85,8 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_a_wrong_prompt_ends_the_others_at_once(served, engine):
     before = stats(engine, "num_generated_tokens")
-    status, _, data = served.request("POST", COMPLETION, {**LONG, "prompt": [[5] * 9, [4096]]})
+    with unhurried(engine):
+        status, _, data = served.request("POST", COMPLETION, {**LONG, "prompt": [[5] * 9, [4096]]})
     assert (status, json.loads(data)["error"]["param"]) == (400, "prompt")
     eventually(lambda: engine._thread.call(lambda engine: not engine.core.groups).result())
     assert stats(engine, "num_generated_tokens") - before < LONG["max_tokens"]
@@ -168,7 +172,7 @@ def test_a_flood_is_refused_by_default():
     )
     flood = {**LONG, "prompts": [[5]] * MAX_PROMPTS, "stream": True}
     del flood["prompt"]
-    with serving(engine, closes=True) as served, ExitStack() as stack:
+    with serving(engine, closes=True) as served, unhurried(engine), ExitStack() as stack:
         clients = [stack.enter_context(served.connect()) for _ in range(3)]
         for i, client in enumerate(clients[:2], start=1):
             client.sendall(posted(flood, "/generate/batch"))

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import sys
+import time
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_json_lines_have_counts_and_times():
     record = RequestRecord("id-1", "/v1/completions", tenant="team", model="demo", stream=True, trace=trace)
     request, refused = map(json.loads, written("json", record).splitlines())
     total = request.pop("total_s")
-    assert total < 3.5  # the request ended before its made-up output
+    assert 0 <= total <= time.monotonic() - record.received  # it is not measured up to its made-up output
     assert request.pop("time") <= refused.pop("time")
     assert request == {
         "level": "info",

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 import pytest
 
 from paged import AsyncLLMEngine, SamplingParams
+from paged.engine import answer_memory
+from paged.engine.answer_memory import PAUSE_BYTES, RESUME_BYTES
 from paged.server.http.streams import KeepAlive, StreamedResponse
 from paged.server.telemetry.records import Observer, Observers
-from tests.support.served import eventually, held, serving
+from tests.support.served import eventually, held, serving, unhurried
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS = [f"def f{i}(a, b):" for i in range(64)]
@@ -46,10 +48,16 @@ def send(client: socket.socket, body: dict) -> None:
 
 @contextmanager
 def slow_client(served) -> Iterator[socket.socket]:
-    """Yield a connection that holds little of a response."""
+    """Yield a connection that holds little of a response, in the system's buffers at either end."""
+    listener = served.server.servers[0]._listener
+    size = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", served.port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
+        try:
+            client.connect(("127.0.0.1", served.port))
+        finally:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 2)
         client.settimeout(60)
         yield client
 
@@ -124,11 +132,12 @@ def test_seeds_differ_between_requests_and_repeat_with_their_id(served):
 
 
 def test_an_error_after_the_first_output_is_the_last_event(served):
-    for timeout_s in (0.1, 0.5, 2.5, 12.5):  # a busy machine may have no output so early
-        body = {"prompt": PROMPTS[0], **LONG, "timeout_s": timeout_s, "stream": True}
-        status, _, data = served.request("POST", COMPLETION, body)
-        if status == 200:
-            break
+    with unhurried(served.front.engine):
+        for timeout_s in (0.2, 1, 5, 25):  # a busy machine may have no output so early
+            body = {"prompt": PROMPTS[0], **LONG, "timeout_s": timeout_s, "stream": True}
+            status, _, data = served.request("POST", COMPLETION, body)
+            if status == 200:
+                break
     *outputs, last, _ = data.split(b"\n\n")
     assert outputs
     assert json.loads(last.removeprefix(b"data: "))["error"]["type"] == "timeout_error"
@@ -161,12 +170,13 @@ def test_lists_of_prompts(served, engine):
 
 @pytest.mark.parametrize("body", [{"stream": True}, {}, {"prompt": PROMPTS[:3], "stream": True}], ids=str)
 def test_a_client_that_leaves_frees_its_blocks(body, served):
-    with served.connect() as client:
-        send(client, {"prompt": PROMPTS[0], **LONG, **body})
-        if body:
-            client.recv(100)
-        eventually(lambda: served.num_requests > 0)
-    eventually(lambda: served.num_requests == 0)
+    with unhurried(served.front.engine):
+        with served.connect() as client:
+            send(client, {"prompt": PROMPTS[0], **LONG, **body})
+            if body:
+                client.recv(100)
+            eventually(lambda: served.num_requests > 0)
+        eventually(lambda: served.num_requests == 0)
 
 
 def test_a_client_that_leaves_the_queue(shared, engine):
@@ -208,19 +218,23 @@ def test_idle_streams_are_kept_open(engine, monkeypatch):
         assert not served.front.keep_alive._streams
 
 
-def test_a_reader_that_stops_pauses_its_request_alone_and_gets_all_when_it_goes_on(served, engine):
-    # An engine in another process would end a shorter one before it is told to hold it.
-    more = {"n": 2, "temperature": 1, "max_tokens": 1500, "logprobs": 20, "seed": 7, "ignore_eos": True}
+def test_a_reader_that_stops_pauses_its_request_alone_and_gets_all_when_it_goes_on(
+    served, engine, monkeypatch
+):
+    monkeypatch.setattr(answer_memory, "PAUSE_BYTES", PAUSE_BYTES // 16)
+    monkeypatch.setattr(answer_memory, "RESUME_BYTES", RESUME_BYTES // 16)
+    more = {"n": 4, "temperature": 1, "max_tokens": 200, "logprobs": 20, "seed": 7, "ignore_eos": True}
     body = {"prompt": PROMPTS[0], **more}
     wanted = generated(engine, PROMPTS[:1], **GREEDY)[0]
     before = num_held(served, engine)
     with slow_client(served) as client:
-        send(client, {**body, "stream": True})
-        eventually(lambda: num_held(served, engine) > before)
+        with unhurried(served.front.engine):  # else it might end before the engine is told to hold it
+            send(client, {**body, "stream": True})
+            eventually(lambda: num_held(served, engine) > before)
         assert text_of(served.events(COMPLETION, prompt=PROMPTS[0], **GREEDY)) == wanted
-        assert served.num_requests == 2
+        assert served.num_requests == 4
         got = read_all(client)
-    texts = [""] * 2
+    texts = [""] * 4
     for event in events_of(got)[:-1]:
         for choice in json.loads(event)["choices"]:
             texts[choice["index"]] += choice["text"]
@@ -269,10 +283,11 @@ def test_a_reader_that_stops_costs_at_most_a_mebibyte(served):
 def test_an_engine_that_stops_ends_its_streams():
     own = AsyncLLMEngine("demo", device="cpu", num_threads=1, num_blocks=128)
     with serving(own) as served, ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
-        eventually(lambda: len(served.front.open_records) == 1)
-        eventually(lambda: served.num_requests == 1)
-        own.shutdown()
+        with unhurried(own):
+            stream = pool.submit(served.events, COMPLETION, prompt=PROMPTS[0], **LONG)
+            eventually(lambda: len(served.front.open_records) == 1)
+            eventually(lambda: served.num_requests == 1)
+            own.shutdown()
         assert json.loads(stream.result()[-1])["error"]["type"] == "server_error"
         for method, path, body in [("GET", "/health", None), ("POST", COMPLETION, {"prompt": "a"})]:
             status, headers, _ = served.request(method, path, body)

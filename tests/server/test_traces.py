@@ -1,6 +1,7 @@
 """Traces: the headers of W3C Trace Context, and the spans of requests."""
 
 import sys
+import time
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_request_is_a_span_of_the_clients_trace():
     )
     assert f"{span.context.span_id:016x}" == record.trace.span_id
     attributes = dict(span.attributes)
-    assert attributes.pop("gen_ai.latency.e2e") < 3
+    assert 0 <= attributes.pop("gen_ai.latency.e2e") <= time.monotonic() - record.received
     assert attributes == {
         "gen_ai.request.id": "req",
         "gen_ai.request.n": 1,

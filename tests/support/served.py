@@ -6,19 +6,28 @@ import asyncio
 import http.client
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from paged import AsyncLLMEngine
 from paged.scheduler.stats import EngineStats
+from paged.server import launcher
 from paged.server.app import new_app, new_metrics_app
+from paged.server.engine_client import EngineClient
+from paged.server.frames import Start
 from paged.server.front_end import FrontEnd
 from paged.server.http.listener import Listeners, Server, bind_all, new_event_loop
+from paged.server.launcher import LocalLauncher, LocalProcess
 from paged.server.options import ServeOptions
+from tests.support import unhurried_engine_process
 
 EVENTS = "text/event-stream"
 PATIENCE_S = 120.0  # for what comes within a moment where nothing else runs
@@ -109,7 +118,6 @@ def serving(
     """
     started = threading.Event()
     served: list[Served] = []
-    stop: list[Callable[[], None]] = []
 
     async def serve() -> None:
         async with engine if closes else nullcontext():
@@ -131,7 +139,6 @@ def serving(
             metrics_app=new_metrics_app(end),
         )
         loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(server.stop))
         served.append(Served(end, listeners.main.getsockname()[1], loop, server))
         serving = loop.create_task(server.listen(*listeners))
         while not server.started:
@@ -149,7 +156,8 @@ def serving(
     try:
         yield served[0]
     finally:
-        stop[0]()
+        with suppress(RuntimeError):  # it may have ended by itself, and its loop with it
+            served[0].loop.call_soon_threadsafe(served[0].server.stop)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
@@ -166,12 +174,39 @@ def held(engine: AsyncLLMEngine) -> Iterator[None]:
         call.result()
 
 
+class UnhurriedLauncher(LocalLauncher):
+    """Starts engine processes that `unhurried` slows down."""
+
+    def launch(self, start: Start) -> tuple[socket.socket, LocalProcess]:  # noqa: ARG002
+        with mock.patch.object(launcher, "ENGINE_PROCESS", unhurried_engine_process.__name__):
+            return launcher.start_process({unhurried_engine_process.WHILE: str(_unhurried())})
+
+
+@cache
+def _unhurried() -> Path:
+    """Return the file that slows down the engine processes of this one while it is there."""
+    return Path(tempfile.mkdtemp(), "unhurried")
+
+
 @contextmanager
-def unhurried(engine: AsyncLLMEngine) -> Iterator[None]:
-    """Have each step of an engine of this process take a while, so that no long request ends meanwhile."""
+def unhurried(engine: AsyncLLMEngine | EngineClient, step_s: float = 0.05) -> Iterator[None]:
+    """Have each step of an engine take a while, so that no long request ends meanwhile.
+
+    One in other processes was given an UnhurriedLauncher.
+    """
+    if isinstance(engine, EngineClient):
+        assert all(isinstance(each._launcher, UnhurriedLauncher) for each in engine._engines)
+        file = _unhurried()
+        file.with_suffix(".new").write_text(str(step_s))
+        file.with_suffix(".new").rename(file)  # so that nobody reads a part
+        try:
+            yield
+        finally:
+            file.unlink()
+        return
     runner = engine._thread.call(lambda engine: engine.runner).result()
     execute, is_over = runner.execute, threading.Event()
-    runner.execute = lambda schedule: (is_over.wait(0.05), execute(schedule))[1]
+    runner.execute = lambda schedule: (is_over.wait(step_s), execute(schedule))[1]
     try:
         yield
     finally:

