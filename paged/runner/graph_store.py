@@ -88,6 +88,7 @@ class GraphStore(ABC, Generic[G]):
         self._ways = ways
         self._lengths = (True,) if is_always_short else (False, True)
         self._has_said_why = False
+        self._pool = GraphPool(device)
         self.forget()
 
     @abstractmethod
@@ -111,7 +112,7 @@ class GraphStore(ABC, Generic[G]):
         self._late_bytes: dict[GraphKey, int] = {}
         self._logits: Tensor | None = None
         self._kv_cache: KVCache | None = None
-        self._pool = GraphPool(self._device)
+        self._pool.renew()
         self._batches.padded_sizes = ()
 
     def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:

@@ -14,6 +14,7 @@ import torch
 
 from paged import LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, ResourceError
+from paged.device.cuda_graphs import MOST_LOST, GraphPool
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs, graph_store
@@ -195,7 +196,7 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     options = {"speculative_config": drafts, "max_model_len": 64, "cudagraph_capture_sizes": [2]}
     ways: Ways = [{"seed": 1}, {"seed": 2, "logit_bias": {7: 2.0}}]
     # The first is alone for three guesses, of which two are of the same graph.
-    _, engine = compared(Case("llama", options, sampled), ways, 9, [[20, 21, 22] * 3, [7, 8]], less=4)
+    gpu, engine = compared(Case("llama", options, sampled), ways, 9, [[20, 21, 22] * 3, [7, 8]], less=4)
     of_draft = engine.runner.draft_model.decode_graphs
     # A pass over the last guess and the token behind it, and passes of a token each; with and without edits.
     assert {(key.num_tokens // key.num_rows, key.way) for key in of_draft._late} >= {
@@ -204,6 +205,7 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     }
     assert engine.stats().num_accepted_tokens == engine.stats().num_draft_tokens > 6
     assert engine.stats().num_graphs == engine.runner.decode_graphs.num_graphs + of_draft.num_graphs
+    assert len(gpu.streams) == 2  # cuBLAS keeps a workspace for each
 
 
 @needs_stand_in
@@ -246,8 +248,6 @@ def test_shards_run_without_graphs_and_say_so_once(caplog):
 
 def a_graph(work: Callable[[], Any]) -> Any:
     """Capture work, and return the graph."""
-    from paged.device.cuda_graphs import GraphPool
-
     return GraphPool(torch.device("cuda", 0)).capture(work)
 
 
@@ -280,6 +280,23 @@ def test_stand_in_refuses_what_no_graph_can_hold(work, message):
         uploaded = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
         with pytest.raises(RuntimeError, match=message):
             a_graph(lambda: work(numbers, uploaded))
+
+
+@needs_stand_in
+def test_captures_that_the_device_drops_spoil_no_other_and_are_not_tried_for_ever():
+    with late_cuda(0) as gpu:
+        numbers = torch.ones(3, device="cuda")
+        pool = GraphPool(torch.device("cuda"))
+        for _ in range(MOST_LOST):
+            graph, made = pool.capture(lambda: numbers + 1)
+            with pytest.raises(RuntimeError, match="waits|transfer"):
+                pool.capture(numbers.tolist)
+            assert not gpu.recording
+        with pytest.raises(RuntimeError, match=f"{MOST_LOST} captures have failed on cuda"):
+            pool.capture(lambda: numbers + 1)
+        graph.replay()
+        assert made.tolist() == [2.0] * 3
+        assert len(gpu.streams) == 2  # the default one, and the one that captures
 
 
 @needs_stand_in

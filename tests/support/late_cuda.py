@@ -152,14 +152,27 @@ class Graph:
     def __init__(self, gpu: LateCuda) -> None:
         self._gpu, self._work, self._pool = gpu, list[Callable[[], Any]](), dict[int, Tensor]()
         self._used: dict[int, str] = {}  # storages from outside of the pool, and where they are used
+        self._handle: Any = None
+        self.is_lost = False  # whether the host has waited, or a transfer begun: the device drops the capture
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         assert self._gpu.current_stream is not self._gpu.streams[0], "the default stream cannot be captured"
+        assert pool not in self._gpu.recording, "already recording to mempool_id"
+        self._gpu.recording.add(pool)
         self._pool, self._gpu.captured = self._gpu.pools.setdefault(pool, {}), self
+        self._handle = pool
 
     def capture_end(self) -> None:
         self._gpu.captured = None
+        if self.is_lost:  # torch 2.11 leaves the pool as it is
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._gpu.recording.remove(self._handle)
+
+    def lose(self, why: str) -> RuntimeError:
+        """Drop the capture. Return the error of the call that no capture allows."""
+        self.is_lost = True
+        return RuntimeError(f"{why} while a graph is captured, in {_place()}")
 
     def allocate(self, memory: Tensor) -> None:
         self._pool[memory.untyped_storage().data_ptr()] = memory
@@ -217,6 +230,7 @@ class LateCuda:
         self._pinned: dict[int, Tensor] = {}
         self.captured: Graph | None = None
         self.pools: dict[Any, dict[int, Tensor]] = {}  # the memory of graphs
+        self.recording: set[Any] = set()  # pools that captures have begun to use
         self.num_replays = 0
 
     def enqueue(self, work: Callable[[], Any], used: Iterable[Tensor] = ()) -> None:
@@ -246,7 +260,7 @@ class LateCuda:
         """Run what is queued, in an order that is left to chance, until the host need not wait any more."""
         self.fault()
         if self.captured is not None:
-            raise RuntimeError(f"the host waits while a graph is captured, in {_place()}")
+            raise self.captured.lose("the host waits")
         self.num_late += sum(len(stream.queue) for stream in self.streams)
         while not is_done():
             assert self._run_one(), "the streams wait for each other"
@@ -340,7 +354,7 @@ class _Queueing(TorchDispatchMode):
         """Queue a copy between host and device; wait for it where CUDA does."""
         gpu, into = self._gpu, name == "copy_"
         if gpu.captured is not None:
-            raise RuntimeError(f"a transfer while a graph is captured, in {_place()}")
+            raise gpu.captured.lose("a transfer")
         source = args[1] if into else args[0]
         blocking = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
         if into:
@@ -435,6 +449,8 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         stack.enter_context(few_sizes())
         for name, function in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        end = {"_cuda_endAllocateToPool": lambda _, pool: gpu.recording.remove(pool)}
+        stack.enter_context(mock.patch.multiple(torch._C, create=True, **end))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: gpu.pin(t.clone())))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: gpu.is_pinned(t)))
         launch = _queued_launch(gpu, InterpretedFunction.run)
