@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -261,6 +262,8 @@ def find_sizes(sizes: Sizes, model: Model, batches: Batches[Any]) -> list[int]:
         obstacle = "shards of a model exchange tensors by calls of the host"
     elif not isinstance(batches, SeatedBatches):
         obstacle = f"attention_backend {model.kernels.name!r} makes batches on the host"
+    elif "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        obstacle = "PYTORCH_NO_CUDA_MEMORY_CACHING is set, without which torch keeps memory for graphs"
     elif not captured:
         obstacle = f"none of cudagraph_capture_sizes is within max_num_seqs {config.num_seats}"
     else:

@@ -377,7 +377,7 @@ def test_a_capture_that_fails_is_said_once_and_ends_no_request(monkeypatch, capl
 
 
 @needs_stand_in
-def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
+def test_there_are_no_graphs_where_they_are_turned_off_or_too_small(monkeypatch, caplog):
     options = {"cudagraph_capture_sizes": [1]}
     gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
     assert gpu.num_replays == engine.stats().num_graphs == 2
@@ -388,6 +388,13 @@ def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
         )
     assert (eager.runner.decode_graphs, eager.stats().num_graphs) == (None, 0)
     assert "CUDA graphs" not in eager.runner.describe()
+    assert "CUDA graphs" not in caplog.text
+    # A captured allocation would be the driver's own.
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")
+    with caplog.at_level(logging.WARNING), late_cuda(0):
+        without = Case("llama", {}, sampled).engine(device="cuda", attention_backend="triton")
+    assert without.runner.decode_graphs is None
+    assert "there are no CUDA graphs, because PYTORCH_NO_CUDA_MEMORY_CACHING is set" in caplog.text
 
 
 @needs_stand_in
