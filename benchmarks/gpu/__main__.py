@@ -68,7 +68,8 @@ def main() -> None:
     not_ready: dict[str, str] = {}
     others = None if args.tiny else prepare_comparators()
     if "tests" in args.sections:
-        found["sections"]["tests"] = tests_section(args.tiny, args.budget * _TESTS_SHARE)
+        share = 1.0 if args.tiny else _TESTS_SHARE
+        found["sections"]["tests"] = tests_section(args.tiny, args.budget * share)
     if others is not None:
         not_ready = ready_comparators(others, started + args.budget * _TESTS_SHARE)
     run_workers([name for name in args.sections if name in SECTIONS], found, args.tiny, deadline, not_ready)

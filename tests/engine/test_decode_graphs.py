@@ -115,6 +115,7 @@ def test_replays_give_the_tokens_of_a_plain_cpu(monkeypatch):
             before = gpu.num_replays
             assert generated(engine, prompts, params_of(ways, 5, 1)) == expected[way]
             assert gpu.num_replays - before == 4, "a decode ran without its graph"
+            engine.runner.sampler.history.check()
             keys = [key for key in (*graphs._graphs, *graphs._late) if key.way == way]
             assert {key.is_short for key in keys} == {True, False}
         assert [key.way for key in graphs._late] == ["logits"] * 2
@@ -179,14 +180,15 @@ def test_runs_of_drafts_are_graphs_of_as_many_tokens_as_the_longest_run():
 
 
 @needs_stand_in
-def test_decodes_between_runs_are_graphs_where_layers_keep_states():
-    """Runs of drafts, and the steps that apply them to states, are none."""
+def test_runs_of_drafts_are_graphs_where_layers_keep_states():
+    """A run, and the steps before and behind it, which apply it to the states of a row that is not the first."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
     options = {"cudagraph_capture_sizes": [3], "speculative_config": config}
     ways: Ways = [{"temperature": 0.0, "num_speculative_tokens": 0}, {"logit_bias": {7: 50.0}}]
     gpu, engine = compared(Case("lfm2", options, sampled), ways, 6, [[20, 21], [40, 7, 7, 7]])
-    assert gpu.num_replays
-    assert engine.stats().num_accepted_tokens
+    stats = engine.stats()
+    assert gpu.num_replays == stats.num_steps - 1  # all but that of the prompts
+    assert stats.num_accepted_tokens
 
 
 @needs_stand_in

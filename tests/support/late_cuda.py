@@ -33,7 +33,10 @@ GPU = torch.device("cuda", 0)
 GIB = 2**30
 NOT_YET = 77  # what memory holds before the device has come so far
 # Operations whose result the host has to wait for.
-_READS = {"_local_scalar_dense", "nonzero", "bincount"}
+_READS = {
+    *("_local_scalar_dense", "nonzero", "bincount", "masked_select", "repeat_interleave"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
 
 
 _ALIVE: Counter[int] = Counter()  # how many tensors of the program there are of each storage
@@ -335,7 +338,8 @@ class _Queueing(TorchDispatchMode):
             return _on_gpu(func(*given[0], **given[1]))
         used = [*tensors_in([*given[0], *given[1].values()])]
         if func._schema.is_mutable:
-            gpu.enqueue(lambda: func(*given[0], **given[1]), used)
+            run = _copy_in_another_order if name == "index_copy_" else func
+            gpu.enqueue(lambda: run(*given[0], **given[1]), used)
             return kwargs.get("out", args[0])
         shapes, options = tree_map_only(Tensor, _shape_of, given)
         if "device" in options:
@@ -381,6 +385,11 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _memory_or_copy(tensor: Tensor) -> Tensor:
     return tensor.memory if isinstance(tensor, DeviceTensor) else tensor.clone()
+
+
+def _copy_in_another_order(target: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    """Compute `index_copy_`. On a GPU any of the rows may stay that have the same index; here the first does."""
+    target.index_copy_(dim, index.flip(0), source.flip(dim))
 
 
 def _shape_of(memory: Tensor) -> Tensor:
