@@ -8,9 +8,9 @@
 Runs the tests of the engine and then of the kernels, compiled; measures the device's ceilings, a large copy
 and a large matrix product; runs the engine on nano-vllm's workload, also without a second step in flight and
 without CUDA graphs; and times every kernel against its limit and against those of other projects that are
-installed (pip install flashinfer-python==0.6.1 conch-triton-kernels==1.3). Each kernel is compared with the reference on the batch on which it is timed, products
-with weights in codes with float64. Times are medians between events, of CUDA graphs where they can be
-captured, with a cold L2 cache and outputs filled with NaN.
+installed (pip install flashinfer-python==0.6.1 conch-triton-kernels==1.3). Each kernel is compared with the
+reference on the batch on which it is timed, products with weights in codes with float64. Times are medians
+between events, of CUDA graphs where they can be captured, with a cold L2 cache and outputs filled with NaN.
 
 Writes benchmarks/results/<gpu>-<date>.json, pictures (with `pip install 'paged[plots]'`), and
 benchmarks/README.md from all results. A section that fails is recorded as an error in the JSON, the others

@@ -36,7 +36,7 @@ class GraphPool:
         self._lost: list[torch.cuda.CUDAGraph] = []  # torch refers to them as long as the process lives
 
     def renew(self) -> None:
-        """Take other memory for further graphs. The memory so far is freed with the last graph that uses it."""
+        """Take other memory for further graphs. The last graph that goes frees the memory so far."""
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -292,7 +292,7 @@ def test_captures_that_the_device_drops_spoil_no_other_and_are_not_tried_for_eve
         pool = GraphPool(torch.device("cuda"))
         for _ in range(MOST_LOST):
             graph, made = pool.capture(lambda: numbers + 1)
-            with pytest.raises(RuntimeError, match="waits|transfer"):
+            with pytest.raises(RuntimeError, match=r"waits|transfer"):
                 pool.capture(numbers.tolist)
             assert not gpu.recording
         with pytest.raises(RuntimeError, match=f"{MOST_LOST} captures have failed on cuda"):

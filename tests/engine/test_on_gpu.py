@@ -70,7 +70,7 @@ def options_of(place: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _every_capture_succeeds(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """An engine logs why a step runs without its CUDA graph. Under memcheck there are none."""
+    """Fail if an engine has logged why a step runs without its CUDA graph. Under memcheck there are none."""
     yield
     told = [record.getMessage() for record in caplog.get_records("call")]
     found = [text for text in told if "CUDA graph" in text and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in text]

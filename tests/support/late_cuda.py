@@ -388,7 +388,7 @@ def _memory_or_copy(tensor: Tensor) -> Tensor:
 
 
 def _copy_in_another_order(target: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
-    """Compute `index_copy_`. On a GPU any of the rows may stay that have the same index; here the first does."""
+    """Compute `index_copy_`. Of rows with the same index any may stay on a GPU, and the first does here."""
     target.index_copy_(dim, index.flip(0), source.flip(dim))
 
 
