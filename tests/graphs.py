@@ -158,18 +158,12 @@ def run(case: Case, *, seed: int, enforce_eager: bool) -> Outcome:
 
 
 def watch_decodes(engine: LLMEngine) -> list[int]:
-    """Return a list that grows with each step that has a graph, by how many tokens the step has.
-
-    These are decodes and, but for models with states, runs of drafts.
-    """
+    """Return a list that grows with each decode and run of drafts, by how many tokens the step has."""
     decodes: list[int] = []
     launch = engine.runner.launch
-    has_states = bool(engine.runner.model_config.states)
 
     def watched(plan: Any) -> Any:
         computed = plan.computed
-        if has_states and (computed.num_drafting or computed.unapplied):
-            return launch(plan)
         if computed.seats and not computed.asked and len(computed.sampled) == sum(computed.counts):
             decodes.append(len(computed.sampled))
         return launch(plan)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def run_tests(case: str, files: list[str], seconds: float, num_processes: int) -
         shards = [files]
     else:
         with ThreadPoolExecutor(num_processes) as pool:
-            ids = [test for tests in pool.map(collect, files) for test in tests]
+            ids = spread([test for tests in pool.map(collect, files) for test in tests])
         shards = [ids[i::num_processes] for i in range(min(num_processes, len(ids)))]
     logs = run_shards(shards, deadline)
     found = [match.groups() for log in logs for line in log.splitlines() if (match := _RESULT.match(line))]
@@ -44,6 +45,18 @@ def run_tests(case: str, files: list[str], seconds: float, num_processes: int) -
         "failures": sorted(test for test, result in found if result in ("FAILED", "ERROR")),
         "tail": "\n".join(log[-1500:] for log in wrong)[:6000],
     }
+
+
+def spread(ids: list[str]) -> list[str]:
+    """Order tests so that each function has run once before any runs for a second time: time may run out."""
+    seen = Counter[str]()
+
+    def num_before(test: str) -> int:
+        function = test.partition("[")[0]
+        seen[function] += 1
+        return seen[function]
+
+    return sorted(ids, key=num_before)
 
 
 def run_shards(shards: list[list[str]], deadline: float) -> list[str]:

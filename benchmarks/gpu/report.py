@@ -50,7 +50,10 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
             f" {row['skipped']} skipped, {row['unfinished']} not finished in their share of the time.\n"
         )
     for row in sections.get("engine", {"rows": []})["rows"]:
-        told = row.get("skipped") or f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s"
+        told = row.get("skipped") or (
+            f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s and {row['steps']:,} steps; "
+            f"{row['graphs']} CUDA graphs took {row['graph_mib']:,.0f} MiB and {row['graph_s']:.1f} s"
+        )
         lines.append(f"{row['case'].capitalize()}: {told}.\n")
     lines += [f"Failed: {name}.\n" for name, section in sections.items() if section["error"]]
     lines += [attention_table(sections), layer_table(sections), coded_table(sections)]
@@ -158,6 +161,11 @@ def print_summary(result: dict[str, Any]) -> None:
             "seconds": result["seconds"],
             "limits": result["limits"],
             "tests": {row["case"]: row["ran"] for row in sections.get("tests", {"rows": []})["rows"]},
+            "tokens_per_s": {
+                row["case"]: round(row["tokens_per_s"])
+                for row in sections.get("engine", {"rows": []})["rows"]
+                if "tokens_per_s" in row
+            },
             "errors": [name for name, section in sections.items() if section["error"]],
             "of_limit": {row["case"]: round(row["of_limit"], 3) for row in shown},
         }

@@ -6,6 +6,7 @@ one section. Started by benchmarks.gpu only.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -44,6 +45,7 @@ Row = dict[str, Any]
 # Weight of each section in the remaining time; unused time goes to the sections after it.
 WEIGHTS = {
     "ceilings": 1,
+    "engine": 14,
     "decode": 6,
     "skewed": 2,
     "long": 2,
@@ -52,10 +54,15 @@ WEIGHTS = {
     "layers": 2,
     "coded_linear": 6,
     "experts": 4,
-    "engine": 9,
 }
 # Make and load a random checkpoint, compile the kernels, generate 134 thousand tokens.
 _ENGINE_SECONDS = 90
+# What graphs and a second step in flight are worth.
+_ENGINES: dict[str, dict[str, Any]] = {
+    "": {},
+    ", one step in flight": {"async_scheduling": False},
+    ", no CUDA graphs": {"enforce_eager": True},
+}
 
 
 class Worker:
@@ -249,6 +256,17 @@ class Worker:
         if not self.tiny and left < _ENGINE_SECONDS:
             yield {"case": f"engine, {name}", "skipped": f"{left:.0f} s left, it takes {_ENGINE_SECONDS}"}
             return
+        for what, options in _ENGINES.items():
+            if time.time() > self.until:
+                yield {"case": f"engine, {name}{what}", "skipped": "out of time"}
+            elif what and self.device.type == "cpu":
+                yield {"case": f"engine, {name}{what}", "skipped": "needs a GPU"}
+            else:
+                yield self.engine_row(name, what, options)
+                gc.collect()  # the next engine takes as much of the memory
+
+    def engine_row(self, name: str, what: str, options: dict[str, Any]) -> Row:
+        """Run the benchmark with an engine of these options."""
         from paged import LLMEngine, SamplingParams
 
         directory = checkpoint(name)
@@ -256,25 +274,35 @@ class Worker:
         workload = (
             nano_vllm_workload(3, 0.02, vocab_size) if self.tiny else nano_vllm_workload(256, 1.0, vocab_size)
         )
+        started = time.perf_counter()
         engine = LLMEngine(
             directory,
             max_model_len=None if self.tiny else 4096,
             skip_tokenizer_init=True,
             num_blocks=64 if self.tiny else None,
+            **options,
         )
+        start_s = time.perf_counter() - started
         warm_up = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
         engine.generate([list(range(50)), [1, 2, 3]], warm_up, use_tqdm=False)
         params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in workload.max_tokens]
+        before = engine.stats().num_steps
         started = time.perf_counter()
         outputs = engine.generate(workload.prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
         assert [len(output.outputs[0].token_ids) for output in outputs] == workload.max_tokens
-        yield {
-            "case": f"engine, {name}, {len(workload.prompts)} requests",
+        num_graphs, graph_bytes, graph_s = engine.runner.graph_costs
+        return {
+            "case": f"engine, {name}, {len(workload.prompts)} requests{what}",
             "seconds": seconds,
+            "start_s": start_s,
+            "steps": engine.stats().num_steps - before,
             "output_tokens": workload.num_output_tokens,
             "prompt_tokens": sum(map(len, workload.prompts)),
             "tokens_per_s": workload.num_output_tokens / seconds,
+            "graphs": num_graphs,
+            "graph_mib": graph_bytes / 2**20,
+            "graph_s": graph_s,
         }
 
 

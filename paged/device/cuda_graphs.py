@@ -1,7 +1,8 @@
-"""GraphPool: what of torch.cuda captures launches into CUDA graphs, and measures what they take."""
+"""GraphPool: captures launches into CUDA graphs, and measures what the graphs take."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +11,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 T = TypeVar("T")
+MOST_LOST = 8  # captures that the device has dropped: the memory of each stays allocated
+# By GPU. cuBLAS keeps a workspace for each stream that it has seen, of 32 MiB on an H100.
+_streams: dict[int, torch.cuda.Stream] = {}
+_capturing = threading.Lock()  # torch allows one capture at a time in a process
 
 
 class Cost(NamedTuple):
@@ -20,14 +25,18 @@ class Cost(NamedTuple):
 
 
 class GraphPool:
-    """The memory that an engine's CUDA graphs share, and the stream on which graphs are captured.
+    """The memory that an engine's CUDA graphs share.
 
     A replay of any of the graphs overwrites the results of the last replay.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handle = torch.cuda.graph_pool_handle()
+        self._lost: list[torch.cuda.CUDAGraph] = []  # torch refers to them as long as the process lives
+
+    def renew(self) -> None:
+        """Take other memory for further graphs. The last graph that goes frees the memory so far."""
         self._handle = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -36,23 +45,51 @@ class GraphPool:
 
         compute() runs once before the capture, because the first launch of a kernel compiles and loads it,
         and checks the arguments. If either run raises, nothing is captured.
+
+        Raises RuntimeError without a run if MOST_LOST captures were lost before.
         """
+        if len(self._lost) >= MOST_LOST:
+            raise RuntimeError(f"{MOST_LOST} captures have failed on {self._device}, and no more are tried")
         compute()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        stream = self._stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _capturing, torch.cuda.stream(stream):
+            stream.wait_stream(current)
             # Other threads may use other GPUs meanwhile.
             graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
             try:
                 made = compute()
             except BaseException:
                 with suppress(RuntimeError):  # of a capture that has failed
-                    graph.capture_end()
+                    self._end(graph)
                 raise
-            graph.capture_end()
-        current.wait_stream(self._stream)
+            self._end(graph)
+            current.wait_stream(stream)
         return graph, made
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Return the stream on which all graphs of the device are captured."""
+        index = self._index()
+        if index not in _streams:
+            _streams[index] = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return _streams[index]
+
+    def _index(self) -> int:
+        index = self._device.index
+        return torch.cuda.current_device() if index is None else index
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture. If the device has dropped it, take other memory for the next, and raise."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._lost.append(graph)
+            # torch 2.11 would not capture into this pool again, nor free what it has cached.
+            with suppress(RuntimeError):  # of newer versions, which have done this
+                torch._C._cuda_endAllocateToPool(self._index(), self._handle)
+            self.renew()
+            raise
 
     def measure(self, capture: Callable[[], object]) -> Cost:
         """Call a function that captures graphs. Return the time and the memory that it took."""

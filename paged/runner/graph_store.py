@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -88,6 +89,7 @@ class GraphStore(ABC, Generic[G]):
         self._ways = ways
         self._lengths = (True,) if is_always_short else (False, True)
         self._has_said_why = False
+        self._pool = GraphPool(device)
         self.forget()
 
     @abstractmethod
@@ -111,7 +113,7 @@ class GraphStore(ABC, Generic[G]):
         self._late_bytes: dict[GraphKey, int] = {}
         self._logits: Tensor | None = None
         self._kv_cache: KVCache | None = None
-        self._pool = GraphPool(self._device)
+        self._pool.renew()
         self._batches.padded_sizes = ()
 
     def capture(self, kv_cache: KVCache, captured: Callable[[], object] | None = None) -> Cost:
@@ -260,6 +262,8 @@ def find_sizes(sizes: Sizes, model: Model, batches: Batches[Any]) -> list[int]:
         obstacle = "shards of a model exchange tensors by calls of the host"
     elif not isinstance(batches, SeatedBatches):
         obstacle = f"attention_backend {model.kernels.name!r} makes batches on the host"
+    elif "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        obstacle = "PYTORCH_NO_CUDA_MEMORY_CACHING is set, without which torch keeps memory for graphs"
     elif not captured:
         obstacle = f"none of cudagraph_capture_sizes is within max_num_seqs {config.num_seats}"
     else:

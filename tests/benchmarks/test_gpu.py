@@ -335,6 +335,9 @@ def test_tests_that_run_on_a_gpu_are_found():
     tests = gpu_tests.collect(file)
     assert len(tests) >= 60
     assert all("[cuda" in test for test in tests)
+    functions = {test.partition("[")[0] for test in tests}
+    first = gpu_tests.spread(tests)[: len(functions)]
+    assert {test.partition("[")[0] for test in first} == functions  # before the time runs out
 
 
 @pytest.mark.parametrize(

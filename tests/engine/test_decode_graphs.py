@@ -14,6 +14,7 @@ import torch
 
 from paged import LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, ResourceError
+from paged.device.cuda_graphs import MOST_LOST, GraphPool
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs, graph_store
@@ -114,6 +115,7 @@ def test_replays_give_the_tokens_of_a_plain_cpu(monkeypatch):
             before = gpu.num_replays
             assert generated(engine, prompts, params_of(ways, 5, 1)) == expected[way]
             assert gpu.num_replays - before == 4, "a decode ran without its graph"
+            engine.runner.sampler.history.check()
             keys = [key for key in (*graphs._graphs, *graphs._late) if key.way == way]
             assert {key.is_short for key in keys} == {True, False}
         assert [key.way for key in graphs._late] == ["logits"] * 2
@@ -178,14 +180,16 @@ def test_runs_of_drafts_are_graphs_of_as_many_tokens_as_the_longest_run():
 
 
 @needs_stand_in
-def test_decodes_between_runs_are_graphs_where_layers_keep_states():
-    """Runs of drafts, and the steps that apply them to states, are none."""
+def test_runs_of_drafts_are_graphs_where_layers_keep_states():
+    """Runs of one and of two requests, of which some drafts are wrong, and the steps that apply them."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
     options = {"cudagraph_capture_sizes": [3], "speculative_config": config}
-    ways: Ways = [{"temperature": 0.0, "num_speculative_tokens": 0}, {"logit_bias": {7: 50.0}}]
-    gpu, engine = compared(Case("lfm2", options, sampled), ways, 6, [[20, 21], [40, 7, 7, 7]])
-    assert gpu.num_replays
-    assert engine.stats().num_accepted_tokens
+    few = {"allowed_token_ids": [7, 8, 9, 10]}  # whose drafts are sometimes right
+    ways: Ways = [{"temperature": 0.0, **few}, {"seed": 5, **few}]
+    gpu, engine = compared(Case("lfm2", options, sampled), ways, 8, [[7, 8, 7, 8], [40, 7, 7, 7]], less=0)
+    stats = engine.stats()
+    assert gpu.num_replays == stats.num_steps - 1  # all but that of the prompts
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @needs_stand_in
@@ -193,9 +197,9 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     """One draws like its request. The guesses of the other are drawn from logits that are edited."""
     drafts = {"model": str(checkpoint("llama")), "num_speculative_tokens": 3, "adaptive": False}
     options = {"speculative_config": drafts, "max_model_len": 64, "cudagraph_capture_sizes": [2]}
-    ways: Ways = [{"seed": 1}, {"seed": 2, "logit_bias": {7: 2.0}}]
+    ways: Ways = [{"seed": 5, "temperature": 0.1}, {"seed": 2, "logit_bias": {7: 2.0}}]
     # The first is alone for three guesses, of which two are of the same graph.
-    _, engine = compared(Case("llama", options, sampled), ways, 9, [[20, 21, 22] * 3, [7, 8]], less=4)
+    gpu, engine = compared(Case("llama", options, sampled), ways, 9, [[20, 21, 22] * 3, [7, 8]], less=4)
     of_draft = engine.runner.draft_model.decode_graphs
     # A pass over the last guess and the token behind it, and passes of a token each; with and without edits.
     assert {(key.num_tokens // key.num_rows, key.way) for key in of_draft._late} >= {
@@ -204,6 +208,7 @@ def test_passes_of_a_draft_model_are_graphs_of_their_own():
     }
     assert engine.stats().num_accepted_tokens == engine.stats().num_draft_tokens > 6
     assert engine.stats().num_graphs == engine.runner.decode_graphs.num_graphs + of_draft.num_graphs
+    assert len(gpu.streams) == 2  # cuBLAS keeps a workspace for each
 
 
 @needs_stand_in
@@ -246,8 +251,6 @@ def test_shards_run_without_graphs_and_say_so_once(caplog):
 
 def a_graph(work: Callable[[], Any]) -> Any:
     """Capture work, and return the graph."""
-    from paged.device.cuda_graphs import GraphPool
-
     return GraphPool(torch.device("cuda", 0)).capture(work)
 
 
@@ -280,6 +283,23 @@ def test_stand_in_refuses_what_no_graph_can_hold(work, message):
         uploaded = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
         with pytest.raises(RuntimeError, match=message):
             a_graph(lambda: work(numbers, uploaded))
+
+
+@needs_stand_in
+def test_captures_that_the_device_drops_spoil_no_other_and_are_not_tried_for_ever():
+    with late_cuda(0) as gpu:
+        numbers = torch.ones(3, device="cuda")
+        pool = GraphPool(torch.device("cuda"))
+        for _ in range(MOST_LOST):
+            graph, made = pool.capture(lambda: numbers + 1)
+            with pytest.raises(RuntimeError, match=r"waits|transfer"):
+                pool.capture(numbers.tolist)
+            assert not gpu.recording
+        with pytest.raises(RuntimeError, match=f"{MOST_LOST} captures have failed on cuda"):
+            pool.capture(lambda: numbers + 1)
+        graph.replay()
+        assert made.tolist() == [2.0] * 3
+        assert len(gpu.streams) == 2  # the default one, and the one that captures
 
 
 @needs_stand_in
@@ -360,7 +380,7 @@ def test_a_capture_that_fails_is_said_once_and_ends_no_request(monkeypatch, capl
 
 
 @needs_stand_in
-def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
+def test_there_are_no_graphs_where_they_are_turned_off_or_too_small(monkeypatch, caplog):
     options = {"cudagraph_capture_sizes": [1]}
     gpu, engine = compared(Case("llama", options, sampled), WAYS["greedy"][:2], 4, [[5, 6], [7, 8]])
     assert gpu.num_replays == engine.stats().num_graphs == 2
@@ -371,6 +391,13 @@ def test_there_are_no_graphs_where_they_are_turned_off_or_too_small():
         )
     assert (eager.runner.decode_graphs, eager.stats().num_graphs) == (None, 0)
     assert "CUDA graphs" not in eager.runner.describe()
+    assert "CUDA graphs" not in caplog.text
+    # A captured allocation would be the driver's own.
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "0")
+    with caplog.at_level(logging.WARNING), late_cuda(0):
+        without = Case("llama", {}, sampled).engine(device="cuda", attention_backend="triton")
+    assert without.runner.decode_graphs is None
+    assert "there are no CUDA graphs, because PYTORCH_NO_CUDA_MEMORY_CACHING is set" in caplog.text
 
 
 @needs_stand_in

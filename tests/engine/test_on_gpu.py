@@ -68,6 +68,15 @@ def options_of(place: str) -> dict[str, Any]:
     return {"device": place, "attention_backend": "triton", "cudagraph_capture_sizes": [1, 4, 16, 64]}
 
 
+@pytest.fixture(autouse=True)
+def _every_capture_succeeds(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail if an engine has logged why a step runs without its CUDA graph. Under memcheck there are none."""
+    yield
+    told = [record.getMessage() for record in caplog.get_records("call")]
+    found = [text for text in told if "CUDA graph" in text and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in text]
+    assert not found
+
+
 @functools.cache
 def clear_prompts(name: str, kv: str) -> tuple[list[list[int]], Tokens]:
     """Return prompts whose greedy tokens rounding cannot change, and these tokens, with torch on a CPU."""

@@ -380,9 +380,11 @@ def _data_ptr(tensor: FakeTensor) -> int:
     return (tensor.untyped_storage()._cdata // 16 << 20) + tensor.storage_offset() * tensor.element_size()
 
 
-def few_sizes() -> Any:
-    """Return a context in which engines capture graphs of few sizes: 33 take a minute without a GPU."""
-    from paged.runner import graph_store  # here: tests.mutants plants bugs before anything is imported
+@contextmanager
+def few_sizes() -> Iterator[None]:
+    """Inside, engines capture graphs of few sizes, since 33 take a minute, and on streams of this device."""
+    from paged.device import cuda_graphs  # here: tests.mutants plants bugs before anything is imported
+    from paged.runner import graph_store
 
     sizes_of = graph_store.capture_sizes
 
@@ -390,7 +392,11 @@ def few_sizes() -> Any:
         found = sizes_of(config)
         return found if config.cudagraph_capture_sizes is not None else found[:1]
 
-    return mock.patch.object(graph_store, "capture_sizes", few)
+    with (
+        mock.patch.object(graph_store, "capture_sizes", few),
+        mock.patch.dict(cuda_graphs._streams, clear=True),
+    ):
+        yield
 
 
 @contextmanager

@@ -33,7 +33,10 @@ GPU = torch.device("cuda", 0)
 GIB = 2**30
 NOT_YET = 77  # what memory holds before the device has come so far
 # Operations whose result the host has to wait for.
-_READS = {"_local_scalar_dense", "nonzero", "bincount"}
+_READS = {
+    *("_local_scalar_dense", "nonzero", "bincount", "masked_select", "repeat_interleave"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+}
 
 
 _ALIVE: Counter[int] = Counter()  # how many tensors of the program there are of each storage
@@ -152,14 +155,27 @@ class Graph:
     def __init__(self, gpu: LateCuda) -> None:
         self._gpu, self._work, self._pool = gpu, list[Callable[[], Any]](), dict[int, Tensor]()
         self._used: dict[int, str] = {}  # storages from outside of the pool, and where they are used
+        self._handle: Any = None
+        self.is_lost = False  # whether the host has waited, or a transfer begun: the device drops the capture
 
     def capture_begin(self, *, pool: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         assert self._gpu.current_stream is not self._gpu.streams[0], "the default stream cannot be captured"
+        assert pool not in self._gpu.recording, "already recording to mempool_id"
+        self._gpu.recording.add(pool)
         self._pool, self._gpu.captured = self._gpu.pools.setdefault(pool, {}), self
+        self._handle = pool
 
     def capture_end(self) -> None:
         self._gpu.captured = None
+        if self.is_lost:  # torch 2.11 leaves the pool as it is
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self._gpu.recording.remove(self._handle)
+
+    def lose(self, why: str) -> RuntimeError:
+        """Drop the capture. Return the error of the call that no capture allows."""
+        self.is_lost = True
+        return RuntimeError(f"{why} while a graph is captured, in {_place()}")
 
     def allocate(self, memory: Tensor) -> None:
         self._pool[memory.untyped_storage().data_ptr()] = memory
@@ -217,6 +233,7 @@ class LateCuda:
         self._pinned: dict[int, Tensor] = {}
         self.captured: Graph | None = None
         self.pools: dict[Any, dict[int, Tensor]] = {}  # the memory of graphs
+        self.recording: set[Any] = set()  # pools that captures have begun to use
         self.num_replays = 0
 
     def enqueue(self, work: Callable[[], Any], used: Iterable[Tensor] = ()) -> None:
@@ -246,7 +263,7 @@ class LateCuda:
         """Run what is queued, in an order that is left to chance, until the host need not wait any more."""
         self.fault()
         if self.captured is not None:
-            raise RuntimeError(f"the host waits while a graph is captured, in {_place()}")
+            raise self.captured.lose("the host waits")
         self.num_late += sum(len(stream.queue) for stream in self.streams)
         while not is_done():
             assert self._run_one(), "the streams wait for each other"
@@ -321,7 +338,8 @@ class _Queueing(TorchDispatchMode):
             return _on_gpu(func(*given[0], **given[1]))
         used = [*tensors_in([*given[0], *given[1].values()])]
         if func._schema.is_mutable:
-            gpu.enqueue(lambda: func(*given[0], **given[1]), used)
+            run = _copy_in_another_order if name == "index_copy_" else func
+            gpu.enqueue(lambda: run(*given[0], **given[1]), used)
             return kwargs.get("out", args[0])
         shapes, options = tree_map_only(Tensor, _shape_of, given)
         if "device" in options:
@@ -340,7 +358,7 @@ class _Queueing(TorchDispatchMode):
         """Queue a copy between host and device; wait for it where CUDA does."""
         gpu, into = self._gpu, name == "copy_"
         if gpu.captured is not None:
-            raise RuntimeError(f"a transfer while a graph is captured, in {_place()}")
+            raise gpu.captured.lose("a transfer")
         source = args[1] if into else args[0]
         blocking = not (kwargs.get("non_blocking") or (into and len(args) > 2 and args[2]))
         if into:
@@ -367,6 +385,11 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _memory_or_copy(tensor: Tensor) -> Tensor:
     return tensor.memory if isinstance(tensor, DeviceTensor) else tensor.clone()
+
+
+def _copy_in_another_order(target: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
+    """Compute `index_copy_`. Of rows with the same index any may stay on a GPU, and the first does here."""
+    target.index_copy_(dim, index.flip(0), source.flip(dim))
 
 
 def _shape_of(memory: Tensor) -> Tensor:
@@ -435,6 +458,8 @@ def late_cuda(seed: int) -> Iterator[LateCuda]:
         stack.enter_context(few_sizes())
         for name, function in names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, function))
+        end = {"_cuda_endAllocateToPool": lambda _, pool: gpu.recording.remove(pool)}
+        stack.enter_context(mock.patch.multiple(torch._C, create=True, **end))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda t: gpu.pin(t.clone())))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", lambda t, *_: gpu.is_pinned(t)))
         launch = _queued_launch(gpu, InterpretedFunction.run)

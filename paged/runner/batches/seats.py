@@ -153,9 +153,9 @@ class SeatedBatches:
         self._adapters: Tensor | None = None  # the slots of the tokens of a graph's step
         self._rope_offsets: Tensor | None = None  # of the tokens of a graph's step
         self._has_rope_offsets = False  # whether the last of these steps had some
-        self._no_runs: Tensor | None = None  # `Batch.runs` of a graph's step: it has none
+        self._runs: Tensor | None = None  # `Batch.runs` of a graph's step
         if run_numbers is not None:
-            self._no_runs = torch.zeros(self.capacity, 2, dtype=torch.int32, device=device)
+            self._runs = torch.zeros(self.capacity, 2, dtype=torch.int32, device=device)
         self._parts: dict[tuple[int, int], StepTensors] = {}  # of the static tensors, by rows and tokens
         self._all_rows = torch.arange(self.capacity, device=device)
         self._last: tuple[list[int], NDArray[np.int32]] | None = None  # seats and rows of the last decodes
@@ -192,8 +192,7 @@ class SeatedBatches:
         padded = None
         max_decode_q = 1
         if num_logits and outputs is None and num_tokens <= self.capacity:
-            # A graph's decodes have no runs behind them.
-            padded = None if plan.unapplied else self.padded_shape(num_rows, max_seqlen_q)
+            padded = self.padded_shape(num_rows, max_seqlen_q)
             out = self.static(*(padded or (num_rows, num_tokens)))
             # Runs of drafts are decodes, whose keys are split, where partial results are no more than of as
             # many decodes as there may be.
@@ -223,7 +222,7 @@ class SeatedBatches:
             num_logits=num_logits,
             sampled=sampled,
             seats=upload.put(plan.seats, torch.int32) if self.with_seats else None,
-            runs=upload.put(self.run_numbers(plan), torch.int32) if self.run_numbers else None,
+            runs=self._put_runs(plan, upload, padded[0] if padded else num_rows),
             adapters=put_adapters(plan, upload, padded[1] if padded else 0) if plan.adapters else None,
             last_tokens=last_tokens,
             rope_offsets=_put_rope_offsets(plan, upload, padded[1] if padded else num_tokens),
@@ -250,7 +249,7 @@ class SeatedBatches:
             output_queries = Queries(tables, *lens, *extremes, max_seq_len=step.max_seq_len)
         batch = self._batch(columns, queries, output_rows, output_queries, step.num_logits)
         batch.seats = arrived(step.seats)
-        batch.runs = None if step.runs is None else step.runs.tensor.view(-1, 2)
+        batch.runs = None if step.runs is None else step.runs.tensor[:num_rows]
         if step.rope_offsets is not None:
             batch.positions = batch.positions + step.rope_offsets.tensor[:num_tokens]
         if step.adapters is not None:
@@ -268,6 +267,9 @@ class SeatedBatches:
             self._adapters[: len(slots)].copy_(slots)
         if self._rope_offsets is not None and step.is_padded:
             self._write_rope_offsets(step.rope_offsets)
+        if self._runs is not None and step.runs is not None and step.is_padded:
+            runs = step.runs.tensor
+            self._runs[: len(runs)].copy_(runs)
         outputs = step.outputs
         out = step.out
         if out is None:
@@ -288,6 +290,14 @@ class SeatedBatches:
             block_size=self.block_size,
         )
         return out
+
+    def _put_runs(self, plan: ComputedPart, upload: Upload, num_rows: int) -> Sent | None:
+        """Add `Batch.runs` of a step to an upload, padded to so many rows."""
+        if self.run_numbers is None:
+            return None
+        numbers = np.zeros((num_rows, 2), np.int32)
+        numbers.reshape(-1)[: 2 * len(plan.seats)] = self.run_numbers(plan)
+        return upload.put(numbers, torch.int32)
 
     def _write_rope_offsets(self, sent: Sent | None) -> None:
         assert self._rope_offsets is not None
@@ -343,7 +353,7 @@ class SeatedBatches:
         rows had the longest run.
         """
         sizes = self.padded_sizes
-        if not sizes or num_rows > sizes[-1] or max_seqlen_q > (1 if self.with_seats else self.max_run):
+        if not sizes or num_rows > sizes[-1] or max_seqlen_q > self.max_run:
             return None
         padded_rows = sizes[bisect_left(sizes, num_rows)]
         if max_seqlen_q > 1 and padded_rows * self.max_run > self.capacity:
@@ -387,9 +397,12 @@ class SeatedBatches:
         batch.real_count = out.cu_seqlens_q[num_rows:]
         if self._rope_offsets is not None:
             batch.positions = batch.positions + self._rope_offsets[:num_tokens]
-        if self.with_seats:  # of decodes; rows without tokens read and write no state
-            batch.seats = out.by_token[SEAT_OF_TOKEN].int()
-            batch.runs = None if self._no_runs is None else self._no_runs[:num_rows]
+        if self.with_seats:  # rows without tokens read and write no state
+            seats = out.by_token[SEAT_OF_TOKEN]
+            if num_tokens > num_rows:
+                seats = seats.index_select(0, out.cu_seqlens_q[:-1].clamp(max=num_tokens - 1))
+            batch.seats = seats.int()
+            batch.runs = None if self._runs is None else self._runs[:num_rows]
         if has_adapters and self._adapters is not None:
             batch.adapters = batch.output_adapters = self._adapters[:num_tokens]
         return batch
