@@ -73,10 +73,13 @@ def shown(value: object) -> str:
 
 
 class Module(NamedTuple):
-    """A module of the model, as quantisation rules match it."""
+    """A module of the model, as quantisation rules match it.
+
+    kind: its class in rules. A projection of experts that are stacked as floats is no module of its own.
+    """
 
     names: tuple[str, ...]  # by which rules may call it
-    kind: Literal["Linear", "Embedding"]
+    kind: Literal["Linear", "Embedding", "Stack"]
 
 
 class Rule(NamedTuple):

@@ -241,6 +241,19 @@ def test_the_head_and_the_embedding_may_be_in_codes(tmp_path):
     assert greedy(new_engine(of_codes)) == [oracle.greedy(prompt, 8)[0] for prompt in PROMPTS]
 
 
+def test_stacked_experts_may_be_in_codes_and_are_no_linear_module_in_floats(tmp_path):
+    """As in granite-4.0-h-small-FP8, whose experts of a layer are one tensor."""
+    config = {**E4M3, "ignore": ignoring("conv1d|router|mamba|self_attn|shared_mlp")}
+    rows = fp8("channel", dtype=BF16, scale=SMALL / 32)
+    of_codes, of_floats = quantised_checkpoint(
+        checkpoint("granitemoehybrid"),
+        tmp_path,
+        config,
+        lambda name: rows if ".0.block_sparse_moe." in name and "router" not in name else None,
+    )
+    assert greedy(new_engine(of_codes), PROMPTS[:1]) == greedy(new_engine(of_floats), PROMPTS[:1])
+
+
 def test_a_head_in_floats_is_not_tied_to_an_embedding_in_codes(tmp_path):
     """Whatever config.json says, which often has a default there."""
     config = compressed("pack-quantized", int_group(4, -1), ignore=[])

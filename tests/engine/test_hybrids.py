@@ -228,3 +228,12 @@ def test_published_configs_and_tensors_of_other_forms(tmp_path):
     edit_json(lfm2 / "config.json", **older, tie_word_embeddings=None, tie_embedding=True)
     expected = Reference(lfm2).greedy(PROMPTS[0], 16)[0]
     assert run(new_engine(lfm2), PROMPTS[:1])[0][0][0] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("granitemoehybrid", {}), ("nemotron_h_moe", {"attention_bias": True})]
+)
+def test_names_of_transformers_5_and_biases_that_it_does_not_make(name, options, alone, tmp_path):
+    reference(name).model.save_pretrained(tmp_path, save_original_format=False)
+    edit_json(tmp_path / "config.json", **options)
+    assert run(new_engine(tmp_path), PROMPTS[:1])[0][0] == alone[name][0]

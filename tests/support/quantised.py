@@ -366,11 +366,11 @@ def quantised_checkpoint(
     codes: dict[str, Tensor] = dict(extra or {})
     floats: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        writer = write(name) if tensor.dim() == 2 else None
+        writer = write(name) if 2 <= tensor.dim() <= 3 else None
         if writer is None:
             codes[name] = floats[name] = tensor
             continue
-        stored = writer(*tensor.shape, random)
+        stored = _written(writer, tensor, random)
         module = name.removesuffix("weight")
         codes |= {f"{module}{last}": each for last, each in stored.tensors.items()}
         floats[name] = stored.floats
@@ -380,3 +380,12 @@ def quantised_checkpoint(
     file = of_codes / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": dict(config)}))
     return of_codes, of_floats
+
+
+def _written(writer: Writer, weight: Tensor, random: np.random.Generator) -> Stored:
+    """Return a weight, or a stack of those of experts, as a writer stores it."""
+    if weight.dim() == 2:
+        return writer(*weight.shape, random)
+    experts = [writer(*each.shape, random) for each in weight]
+    tensors = {last: torch.stack([each.tensors[last] for each in experts]) for last in experts[0].tensors}
+    return Stored(tensors, torch.stack([each.floats for each in experts]))

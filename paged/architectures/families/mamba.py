@@ -9,6 +9,7 @@ from typing import Any
 from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
 from ..config import ExpertStack, ModelConfig, TensorNames
+from ..gguf_paths import GGUF_KEY
 from ..spec import NO_ROPE, AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
 from ..states import StateSpec
 from .granite import granite_fields
@@ -92,7 +93,9 @@ _NEMOTRON_H_NAMES = TensorNames(
     ),
     skipped_prefixes=("mtp.",),
     stacks=tuple(
-        ExpertStack(f"mlp.experts.{part}", (f"{part}.weight",)) for part in ("up_proj", "down_proj")
+        ExpertStack(f"mlp.experts.{part}{last}", (f"{part}.weight{last}",))
+        for part in ("up_proj", "down_proj")
+        for last in ("", "_scale_inv")
     ),
 )
 
@@ -262,7 +265,8 @@ def _mamba_of_nemotron(hf: Config) -> dict[str, Any]:
 
 
 def _attention_of_nemotron(hf: Config) -> dict[str, Any]:
-    bias = flag(hf, "attention_bias")
+    # transformers makes no biases, whatever config.json says; a GGUF file may have some.
+    bias = flag(hf, "attention_bias") and GGUF_KEY in hf
     return {"attention": read_attention(hf, rope=NO_ROPE, qkv_bias=bias, output_bias=bias)}
 
 

@@ -141,9 +141,10 @@ def stacks_of(
     gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[ExpertStack, ...]:
     """Return the expert stacks that transformers 5 saves for projections of these names."""
-    return (
-        ExpertStack("mlp.experts.gate_up_proj", (f"{gate}.weight", f"{up}.weight")),
-        ExpertStack("mlp.experts.down_proj", (f"{down}.weight",)),
+    return tuple(
+        ExpertStack(f"mlp.experts.{name}{last}", tuple(f"{part}.weight{last}" for part in parts))
+        for name, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,)))
+        for last in ("", "_scale_inv")
     )
 
 
@@ -162,13 +163,17 @@ MINIMAX_NAMES = TensorNames(
 GRANITE_NAMES = TensorNames(
     parts=(
         ("block_sparse_moe.router.layer.", "mlp.gate."),
+        ("block_sparse_moe.router.", "mlp.gate."),  # as transformers 5 names it
         ("block_sparse_moe.input_linear.", "mlp.experts.input_linear."),
         ("block_sparse_moe.output_linear.", "mlp.experts.output_linear."),
         ("block_sparse_moe.experts.", "mlp.experts."),  # the modules of transformers 5, which adapters name
     ),
     stacks=(
-        ExpertStack("mlp.experts.input_linear.weight", ("gate_proj.weight", "up_proj.weight")),
-        ExpertStack("mlp.experts.output_linear.weight", ("down_proj.weight",)),
+        *(
+            ExpertStack(f"mlp.experts.{name}.{last}", tuple(f"{part}.{last}" for part in parts))
+            for name, parts in (("input_linear", ("gate_proj", "up_proj")), ("output_linear", ("down_proj",)))
+            for last in ("weight", "weight_scale", "weight_scale_inv")
+        ),
         *stacks_of(),
     ),
     only_stacks=True,
