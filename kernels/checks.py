@@ -123,8 +123,9 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
-    if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value}")
+    most = 2**63 - 1 if isinstance(value, int) else 2.0**126  # torch has no larger ints
+    if not 2.0**-126 <= value <= most:
+        raise ValueError(f"{name} must be between 2**-126 and 2**126, or 2**63 for an int, got {value}")
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:
