@@ -118,7 +118,7 @@ def check_span(name: str, tensor: Tensor) -> None:
 
 
 def check_positive(name: str, value: float, exponent: int = 126) -> None:
-    """Raise ValueError unless `value` is a number from 2**-126, whose inverse float32 holds, to 2**exponent."""
+    """Raise ValueError unless float32 holds `value` and its inverse, and it is at most 2**exponent."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:

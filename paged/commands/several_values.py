@@ -1,4 +1,4 @@
-"""Options that take several values after one flag, as many of vLLM's do; the parser takes one value a flag."""
+"""Options that take several values after one flag, as vLLM's do; the parser takes one value a flag."""
 
 from __future__ import annotations
 
