@@ -21,8 +21,8 @@ GUARD = 512  # bytes on either side of an argument's memory
 # Arguments whose dtype is not the only one, so that another may be valid; others have one.
 SEVERAL_DTYPES = {
     "x", "weight", "residual", "qkv", "query", "key_cache", "value_cache", "cache", "table", "numbers",
-    "query_norm_weight", "key_norm_weight", "panels.weight", "scale", "zero", "offset", "scale_unit",
-    "offset_unit",
+    "query_norm_weight", "key_norm_weight", "panels.weight", "scale", "scales", "zero", "offset",
+    "scale_unit", "offset_unit",
 }  # fmt: skip
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.int16,
