@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention_options import SOFTCAP_EXPONENT
 from .checks import (
     KERNEL_DTYPES,
     QUANTIZED_DTYPES,
@@ -254,7 +255,7 @@ class Rules(KernelCall):
         self.rows("x", written=True)
         check_positive("factor", self["factor"])
         if self.has("softcap"):
-            check_positive("softcap", self["softcap"])
+            check_positive("softcap", self["softcap"], SOFTCAP_EXPONENT)
 
     def scale_rows(self) -> None:
         x = self.rows("x", written=True)

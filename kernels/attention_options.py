@@ -22,6 +22,7 @@ from .checks import (
 MAX_GROUP = 128
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 576
+SOFTCAP_EXPONENT = 13  # results are off by a few roundings of a softcap
 _MAX_INT32 = 2**31 - 1
 
 
@@ -132,10 +133,9 @@ def check_attention(
         check_shape("sinks", options.sinks, (num_heads,), torch.float32)
     if options.last_keys is not None:
         check_shape("last_keys", options.last_keys, (num_tokens,), torch.int32)
+    large = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors = {
-        "query": query,
-        "key_cache": key_cache,
-        "value_cache": value_cache,
+        **large,
         "block_tables": block_tables,
         "seq_lens": seq_lens,
         "cu_seqlens_q": cu_seqlens_q,
@@ -148,7 +148,7 @@ def check_attention(
             if not any_layout:
                 check_last_dim_contiguous(name, tensor)
     if not any_layout:
-        for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        for name, tensor in large.items():
             check_span(name, tensor)
     _check_options(options)
     if must_read_contents(query.device):
@@ -165,6 +165,6 @@ def _check_options(options: AttentionOptions) -> None:
     if options.sliding_window is not None:
         check_between("sliding_window", options.sliding_window, 1, _MAX_INT32)
     if options.softcap is not None:
-        check_positive("softcap", options.softcap)
+        check_positive("softcap", options.softcap, SOFTCAP_EXPONENT)
     if options.max_seq_len is not None:
         check_between("max_seq_len", options.max_seq_len, 1, _MAX_INT32)

@@ -117,14 +117,15 @@ def check_span(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_positive(name: str, value: float) -> None:
-    """Raise ValueError unless `value` is a positive number such that float32 holds it and its inverse."""
+def check_positive(name: str, value: float, exponent: int = 126) -> None:
+    """Raise ValueError unless float32 holds `value` and its inverse, and it is at most 2**exponent."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be greater than 0, got {value}")
-    if not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(f"{name} must be between 2**-126 and 2**126, got {value}")
+    most = min(2.0**exponent, 2**63 - 1 if isinstance(value, int) else 2.0**126)  # torch has no larger ints
+    if not 2.0**-126 <= value <= most:
+        raise ValueError(f"{name} must be a float between 2**-126 and 2**{exponent}, got {value}")
 
 
 def check_between(name: str, value: int, low: int, high: int) -> None:
@@ -150,9 +151,8 @@ def check_multiple(name: str, value: int, of_name: str, of: int) -> None:
 def check_indices(name: str, tensor: Tensor, of_name: str, size: int) -> None:
     """Raise ValueError unless all numbers in `tensor` are indices below `size`. Copies it to the host."""
     if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
-        low = int(tensor.min())
-        high = int(tensor.max())
-        raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {low} to {high}")
+        found = f"{int(tensor.min())} to {int(tensor.max())}"
+        raise ValueError(f"{name} must be between 0 and {size - 1}, {of_name}, got {found}")
 
 
 class _Trust(threading.local):

@@ -79,10 +79,10 @@ def check_eps(eps: float) -> None:
 
 def check_limits(name: str, limits: tuple[float, float]) -> None:
     """Raise ValueError unless `limits` is a pair with 0 <= limits[0] <= limits[1]; the second may be
-    infinite.
+    infinite. Ints are below 2**63, as torch has no larger ones.
     """
     is_pair = isinstance(limits, tuple) and len(limits) == 2 and {*map(type, limits)} <= {int, float}
-    if not is_pair or not 0 <= limits[0] <= limits[1]:
+    if not is_pair or not 0 <= limits[0] <= limits[1] or any(type(n) is int and n >= 2**63 for n in limits):
         raise ValueError(f"{name} must be two ascending numbers from 0 on, got {limits!r}")
 
 

@@ -65,15 +65,19 @@ class RoutingOptions:
         _check_between("num_chosen", self.num_chosen, 1, self.num_kept_groups * size)
         if type(self.renormalise) is not bool:
             raise ValueError(f"renormalise must be True or False, got {self.renormalise!r}")
-        if not isinstance(self.epsilon, (int, float)) or not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon must be between 0 and 1, got {self.epsilon!r}")
-        if not isinstance(self.scale, (int, float)) or not 2.0**-126 <= self.scale <= 2.0**126:
-            raise ValueError(f"scale must be between 2**-126 and 2**126, got {self.scale!r}")
+        _check_number("epsilon", self.epsilon, 0, 1)
+        _check_number("scale", self.scale, 2.0**-126, 2.0**126)
 
 
 def _check_between(name: str, value: int, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    most = 2**63 - 1 if isinstance(value, int) else high  # torch has no larger ints
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= min(high, most):
+        raise ValueError(f"{name} must be a number between {low} and {high}, got {value!r}")
 
 
 class ExpertRows(NamedTuple):

@@ -9,7 +9,6 @@ generated text and results go to stdout.
 from __future__ import annotations
 
 import importlib
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -32,8 +31,6 @@ COMPLETION: type[Any] = importlib.import_module(
     f"{PARSER_ERROR.__module__.rpartition('.')[0]}.shell_completion"
 ).CompletionItem
 VALUELESS = ("--ray", "--models")  # may be given without a value, before another option or at the end
-LORA_MODULES = "--lora-modules"
-_MODULE = re.compile(r"[^-=/][^=/]*=.|\{")  # NAME=PATH, or an object in JSON
 TYPED = (CliError, RequestError)  # errors of flags and prompts
 
 
@@ -139,17 +136,14 @@ def main() -> None:
 
 
 def _spelled_out(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in which options have one value each: those of VALUELESS may have none, and
-    LORA_MODULES several.
+    """Return arguments in which options of VALUELESS have an empty value if they have none.
 
-    The parser has no such options.
+    The parser has no options that may go without.
     """
     result = list[str]()
     for argument in arguments:
         if result and result[-1] in VALUELESS and argument.startswith("-"):
             result[-1] += "="
-        if result[-2:-1] == [LORA_MODULES] and _MODULE.match(argument):
-            result.append(LORA_MODULES)
         result.append(argument)
     if result and result[-1] in VALUELESS:
         result[-1] += "="

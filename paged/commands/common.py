@@ -68,7 +68,7 @@ OBJECT_HELP = "Make the output a JSON object. [default: off]"
 JsonObject = Annotated[bool, typer.Option("--json-object", help=OBJECT_HELP, rich_help_panel=OUTPUT)]
 REGEX_HELP = "Make the output match this regular expression, in Rust's syntax. [default: none]"
 Regex = Annotated[str | None, typer.Option(help=REGEX_HELP, rich_help_panel=OUTPUT)]
-CHOICE_HELP = "Make the output one of these strings. May be given several times. [default: none]"
+CHOICE_HELP = "Make the output one of these strings. Takes one value or several. [default: none]"
 Choice = Annotated[list[str] | None, typer.Option(help=CHOICE_HELP, rich_help_panel=OUTPUT)]
 GRAMMAR_HELP = """Make the output match this context-free grammar in EBNF: a file, or the grammar itself.
 [default: none]"""

@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..base.docstrings import docstring_of
 from ..base.errors import UnknownArgumentError
+from .several_values import one_value_each
 
 SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
     "Server",
@@ -91,7 +92,7 @@ class GroupedCommand(TyperCommand):
         """Parse the arguments into the context. Raises ConfigError for an unsupported flag of vLLM."""
         while True:
             try:
-                return super().parse_args(ctx, [*args])
+                return super().parse_args(ctx, one_value_each(self.params, args))
             except NO_SUCH_OPTION as error:
                 from .vllm_options import without_flag
 

@@ -23,9 +23,9 @@ from .headings import heading_of
 FORMS = {
     "logit_bias": " As ID=BIAS.",
     "tenant_weights": " As a=1,b=2.",
-    "pipeline_layers": " As --pipeline-layers 12 --pipeline-layers 10.",
-    "lora_target_modules": " As --lora-target-modules q_proj --lora-target-modules v_proj.",
-    "cudagraph_capture_sizes": " As --cudagraph-capture-sizes 1 --cudagraph-capture-sizes 8.",
+    "pipeline_layers": " As --pipeline-layers 12 10.",
+    "lora_target_modules": " As --lora-target-modules q_proj v_proj.",
+    "cudagraph_capture_sizes": " As --cudagraph-capture-sizes 1 8.",
 }
 # The flags that turn options off which are on by default, where they are not --no- and the name.
 NEGATED = {"enable_auto_tool_choice": "no-auto-tool-choice"}
@@ -52,7 +52,7 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     none = _NONE_MEANS.search(text)
     text = _NONE_MEANS.sub("", text)
     if _is_list(_described(owner).hints[name]):
-        text += " May be given several times."
+        text += " Takes one value or several."
     if default is None and value is not MISSING:
         default = none[1] if value is None and none is not None else _shown(owner, name, value)
     if default is not None:

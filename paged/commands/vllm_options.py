@@ -44,7 +44,10 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
     rest = args[at + 1 :]
     if not equals and not is_switch(name) and rest and not rest[0].startswith("--"):
         value = rest.pop(0)
-    given = value_of(value, _neutral()[name])
+    if any(isinstance(each, list) for each in _neutral()[name].values):
+        while rest and not equals and not rest[0].startswith("-"):
+            value = f"{value} {rest.pop(0)}"
+        given = value_of(value, _neutral()[name])
     if is_switch(name) and not equals:
         given = not is_off
     if dot:  # --speculative-config.method: a part of the value
@@ -84,7 +87,7 @@ def is_switch(name: str) -> bool:
 def value_of(text: str, neutral: Neutral) -> Any:
     """Return the neutral value that a text stands for. Without one, return a number, or else the text."""
     for value in neutral.values:
-        if str(value).lower() == text.lower():
+        if str(value).lower() == text.lower() or value == [text]:
             return value
     for kind in (int, float):
         with suppress(ValueError):

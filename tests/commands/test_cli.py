@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from typer.main import get_command
 
 from paged import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams, __version__
 from paged.architectures.config import DEMO
@@ -21,6 +22,7 @@ from paged.architectures.families.multimodal import NATIVE
 from paged.base.from_vllm import neutral_of
 from paged.commands import cli, common, generate
 from paged.commands.headings import HEADINGS
+from paged.commands.several_values import one_value_each
 from paged.device import threads
 from paged.protocol.jobs import read_jobs
 from paged.scheduler.schedule import StepOutput
@@ -107,8 +109,8 @@ def test_every_option_of_the_api_is_a_flag(run):
     assert "treat EOS as any other token. [default: off]" in words
     assert "[default: 256, or fewer if the recurrent states" in words
     assert "[default: demo]" in words
-    assert "added to the logits of token ids. As ID=BIAS. May be given several times." in words
-    assert """May be given several times. [default: '\\n' ':' '"' '*']""" in words
+    assert "added to the logits of token ids. As ID=BIAS. Takes one value or several." in words
+    assert """Takes one value or several. [default: '\\n' ':' '"' '*']""" in words
 
 
 @pytest.mark.parametrize(
@@ -598,27 +600,58 @@ def test_wrong_flags(run, argv, message):
     assert message in run.refused(*argv, code=1 if "No such file" in message else 2)
 
 
-def test_options_may_have_no_value_or_several():
+def test_options_may_have_no_value():
     for given, read in (
         (["serve", "m", "--ray"], ["serve", "m", "--ray="]),
         (["serve", "--ray", "--port", "1", "m"], ["serve", "--ray=", "--port", "1", "m"]),
         (["serve", "--ray", "auto", "m"], ["serve", "--ray", "auto", "m"]),
-        (
-            ["serve", "--lora-modules", "a=x", "b=y/z=1", '{"name": "c"}', "m", "d=z"],
-            [
-                "serve",
-                *(x for m in ("a=x", "b=y/z=1", '{"name": "c"}') for x in (cli.LORA_MODULES, m)),
-                "m",
-                "d=z",
-            ],
-        ),
-        (
-            ["serve", "--lora-modules", "a=x", "--seed", "1"],
-            ["serve", "--lora-modules", "a=x", "--seed", "1"],
-        ),
         ([], []),
     ):
         assert cli._spelled_out(given) == read
+
+
+# Command lines, the options of several values that they give, and what else is positional.
+SEVERAL = {
+    "serve m --served-model-name a b --port 1": ("--served-model-name a b", "m"),
+    "serve --served-model-name a b --port 1 m": ("--served-model-name a b", "m"),
+    "serve --model=m --lora-target-modules q v --api-key k": ("--lora-target-modules q v --api-key k", ""),
+    "serve m --served-model-name a --served-model-name b": ("--served-model-name a b", "m"),
+    "serve --api-key k m n": ("--api-key k", "m n"),
+    "serve --lora-modules a=x b=y/z=1 {} m": ("--lora-modules a=x b=y/z=1 {}", "m"),
+    "generate --stop -- x": ("--stop --", "x"),
+    "generate x --stop a -b -tp 2 --cudagraph-capture-sizes 1 8": (
+        "--stop a --cudagraph-capture-sizes 1 8",
+        "x",
+    ),
+    "generate --model m --stop a b": ("--stop a", "b"),
+    "generate --stop a b -- x": ("--stop a b", "x"),
+    "run-batch --lora-target-modules q in out": ("--lora-target-modules q", "in out"),
+    "run-batch in out --lora-target-modules q v": ("--lora-target-modules q v", "in out"),
+}
+
+
+@pytest.mark.parametrize("line", SEVERAL)
+def test_options_take_several_values_after_one_flag(line):
+    """As vLLM's do, unless the values may be the model or the prompt that is not given elsewhere."""
+    name, *args = line.split()
+    parameters = get_command(cli.app).get_command(None, name).params
+    found, positional = [], []
+    values = iter(one_value_each(parameters, args))
+    several = {flag for each in parameters if getattr(each, "multiple", False) for flag in each.opts}
+    for text in values:
+        if text in several:
+            found += [text, next(values)] if text not in found else [next(values)]
+        elif text in ("--port", "-tp", "--model"):
+            next(values)
+        elif not text.startswith("-"):
+            positional.append(text)
+    assert (" ".join(found), " ".join(positional)) == SEVERAL[line]
+
+
+def test_vllm_options_of_several_values_are_read_whole(run):
+    with_two = ["run-batch", "in", "out", "--ignore-patterns", "original/**/*", "x"]
+    assert "got --ignore-patterns original/**/* x: weights are read" in run.refused(*with_two)
+    assert "in: No such file" in run.refused(*with_two[:-1], code=1)
 
 
 def test_empty_stdin(run):

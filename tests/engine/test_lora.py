@@ -23,6 +23,9 @@ from tests.support.lora_adapters import (
     by_expert,
     by_peft,
     drawn_config,
+    logprobs_by,
+    logprobs_of,
+    of_peft,
     request,
     with_experts,
 )
@@ -51,7 +54,7 @@ def run(engine, prompts, requests, params=GREEDY):
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_tokens_are_those_of_peft(model, folder):
+def test_tokens_and_logits_are_those_of_peft(model, folder):
     """Two drawn adapters and none in one batch; all lines of a batch differ from each other's adapters."""
     paths = [adapter(folder, model, seed) for seed in (0, 1)]
     engine = new_engine(checkpoint(model), enable_lora=True, max_loras=2, max_lora_rank=8)
@@ -60,10 +63,12 @@ def test_tokens_are_those_of_peft(model, folder):
     requests = [path and request(path, i + 1) for i, path in enumerate(chosen)]
     expected = [by_peft(model, path, prompt, 10) for path, prompt in zip(chosen, prompts, strict=True)]
     assert run(engine, prompts, requests) == expected
+    expected = logprobs_of(of_peft(model, paths[0]), prompts[1])
+    torch.testing.assert_close(logprobs_by(engine, prompts[1], requests[0]), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("model", EXPERTS)
-def test_tokens_of_adapted_experts_are_those_of_peft(model, folder):
+def test_tokens_and_logits_of_adapted_experts_are_those_of_peft(model, folder):
     """Also of what is beside them, and of a stack alone."""
     paths = [adapter_of_experts(folder, model, seed) for seed in (0, 1)]
     options = {"max_lora_rank": 8, "lora_target_modules": with_experts(model)}
@@ -72,6 +77,8 @@ def test_tokens_of_adapted_experts_are_those_of_peft(model, folder):
     requests = [request(path, i + 1) for i, path in enumerate(paths)]
     expected = [by_peft(model, path, prompt, 6) for path, prompt in zip(paths, prompts, strict=True)]
     assert run(engine, prompts, requests, replace(GREEDY, max_tokens=6)) == expected
+    expected = logprobs_of(of_peft(model, paths[0]), prompts[1])
+    torch.testing.assert_close(logprobs_by(engine, prompts[1], requests[0]), expected, rtol=0, atol=1e-4)
 
 
 def test_matrices_of_each_expert_are_those_of_a_stack(folder, tmp_path):

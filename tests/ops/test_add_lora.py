@@ -84,6 +84,15 @@ def test_each_row_gets_what_its_adapter_makes_and_the_same_bits_alone(
             assert torch.equal(given["out"][row], before[row])
 
 
+def test_the_interpreter_multiplies_numbers_of_bfloat16():
+    """It rounds them towards 0, but its products of two tiles would be those of the bits as integers."""
+    given = case(torch.bfloat16, 64, 96, 8, 1)
+    expected = {key: x.clone() for key, x in given.items()}
+    reference.add_lora(**expected)
+    load_kernels("triton").add_lora(**given)
+    torch.testing.assert_close(given["out"], expected["out"], rtol=2**-6, atol=0.1)
+
+
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 def test_no_rows_launch_nothing_wrong(name, dtype):
     given = case(dtype, 16, 24, 4, 2, slots=[])

@@ -277,11 +277,11 @@ def test_wrong_inputs_are_named(change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": math.inf}, r"scale must be between 2\*\*-126 and 2\*\*126, got inf"),
+        ({"scale": math.inf}, r"scale must be a float between 2\*\*-126 and 2\*\*126, got inf"),
         ({"scale": math.nan}, "scale must be greater than 0, got nan"),
-        ({"scale": 1e-320}, r"scale must be between 2\*\*-126 and 2\*\*126, got 1e-320"),
+        ({"scale": 1e-320}, r"scale must be a float between 2\*\*-126 and 2\*\*126, got 1e-320"),
         ({"scale": None}, "scale must be a number, got None"),
-        ({"softcap": math.inf}, r"softcap must be between 2\*\*-126 and 2\*\*126, got inf"),
+        ({"softcap": math.inf}, r"softcap must be a float between 2\*\*-126 and 2\*\*13, got inf"),
         ({"softcap": torch.ones(1)}, r"softcap must be a number, got tensor"),
         ({"sliding_window": 0}, "sliding_window must be between 1 and 2147483647, got 0"),
         ({"sliding_window": 2.5}, "sliding_window must be an int, got 2.5"),

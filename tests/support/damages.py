@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paged.kernels.routing import RoutingOptions
 from tests.support.valid_calls import FILTERS, Call
 
 GUARD = 512  # bytes on either side of an argument's memory
 # Arguments whose dtype is not the only one, so that another may be valid; others have one.
 SEVERAL_DTYPES = {
     "x", "weight", "residual", "qkv", "query", "key_cache", "value_cache", "cache", "table", "numbers",
-    "query_norm_weight", "key_norm_weight", "panels.weight", "scale", "zero", "offset", "scale_unit",
-    "offset_unit",
+    "query_norm_weight", "key_norm_weight", "panels.weight", "scale", "scales", "zero", "offset",
+    "scale_unit", "offset_unit",
 }  # fmt: skip
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int8, torch.int16,
@@ -29,8 +32,9 @@ NEVER = (torch.float64, torch.complex64, torch.bool)  # the only dtype of `seen`
 HUGE = 10**400
 NO_GRAD = "requires a gradient, in no_grad"
 SCALARS: list[Any] = [
-    None, "x", b"x", [1], {}, math.nan, math.inf, -1, -1.0, 0, 2, 0.5, 2**31, 2**64, HUGE, -HUGE, 1j, True,
-    False, np.float32(0.5), np.int64(1), np.ones(2), object, torch.float64,
+    None, "x", b"x", [1], {}, math.nan, math.inf, -1, -1.0, 0, 2, 0.5, 2**31, 2**62, 2**63, 2**64, HUGE,
+    -HUGE, 2.0**99, 1e300, 2.0**-125, 5e-324, 1j, True, False, np.float64(0.5), np.float32(0.5), np.int64(1),
+    np.ones(2), np.bool_(True), object, torch.float64,
 ]  # fmt: skip
 FLAGS = ("unit_offset", "add", "tanh", "pairs", "gated", "panels.gated", "gate_first")
 INTS = (
@@ -131,7 +135,15 @@ def _damages(call: Call, name: str, generator: random.Random) -> Iterator[Damage
         make = generator.choice([_wrong_kinds, _of_dtype, _of_shape, _of_memory, _of_contents, _shared])
         with contextlib.suppress(NotImplementedError):  # torch lacks some operations for fp8
             yield from make(call, name, value, generator)
+    elif isinstance(value, RoutingOptions):
+        for field, other in itertools.product(("epsilon", "scale"), SCALARS):
+            may_be = _may_be("eps" if field == "epsilon" else field, other)
+            options = replace(value, **{field: other})
+            yield Damage(name, f"{field} {_shown(other)}", options, is_wrong=not may_be)
     elif value is not None:
+        if name == "limits":
+            for pair in ((0, HUGE), (0.0, 2**63), (2**63, math.inf), (0.0, True), (math.nan, 1.0)):
+                yield Damage(name, _shown(pair), pair, is_wrong=True)
         for other in SCALARS:
             if other is not None or name not in call.optional:
                 yield Damage(name, _shown(other), other, is_wrong=not _may_be(name, other))

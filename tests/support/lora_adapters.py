@@ -15,8 +15,9 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from paged import LoRARequest
+from paged import LLMEngine, LoRARequest, SamplingParams
 from paged.checkpoints.model_directory import resolve
 from tests.support.checkpoints import HYBRIDS, checkpoint
 
@@ -45,6 +46,19 @@ EXPERTS = {
         "target_modules": ["shared_experts.up_proj"],
         "target_parameters": ["experts.up_proj", "experts.down_proj"],
     },
+}
+_STACKS = {"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+# The other mixtures, which tests by command compare alone.
+OTHER_EXPERTS = {
+    "olmoe": _STACKS,
+    "mixtral": _STACKS,
+    "glm4_moe": _STACKS,
+    "minimax_m2": _STACKS,
+    "qwen3_5_moe": _STACKS,
+    "qwen3_next": _STACKS,
+    "lfm2_moe": _STACKS,
+    "granitemoehybrid": _STACKS,
+    "nemotron_h_moe-latent": {**_STACKS, "target_parameters": ["experts.up_proj", "experts.down_proj"]},
 }
 # The names that lora_target_modules needs for them.
 _DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -131,7 +145,7 @@ def with_experts(model: str) -> list[str]:
 
 def adapter_of_experts(directory: Path, model: str, seed: int) -> Path:
     """Write an adapter of a tiny mixture of experts. Return its folder."""
-    config = {"r": 3 + seed, "lora_alpha": 6, **EXPERTS[model]}
+    config = {"r": 3 + seed, "lora_alpha": 6, **{**EXPERTS, **OTHER_EXPERTS}[model]}
     return adapter_of(model, directory / f"{model}-experts-{seed}", config, seed, 0.2)
 
 
@@ -170,12 +184,37 @@ def request(path: Path, number: int) -> LoRARequest:
     return LoRARequest(f"adapter {number}", number, str(path))
 
 
-def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the greedy tokens of PEFT, or without an adapter those of transformers."""
+def of_peft(model: str | Path, path: Path | None) -> Any:
+    """Return the model of PEFT, or without an adapter that of transformers."""
     with _quietly():
         found = _base(model) if path is None else PeftModel.from_pretrained(_base(model), path)
-        found.generation_config.eos_token_id = None
-        result = found.eval().generate(
+    found.generation_config.eos_token_id = None
+    return found.eval()
+
+
+def logprobs_of(found: Any, prompt: Sequence[int]) -> Tensor:  # [num_tokens, vocab_size]
+    """Return the log-probabilities of a model of PEFT or transformers after each token of a prompt."""
+    rows: Tensor = found(input_ids=torch.tensor([[*prompt]]), use_cache=False).logits[0].detach()
+    return rows.log_softmax(-1)
+
+
+def logprobs_by(
+    engine: LLMEngine, prompt: Sequence[int], own: LoRARequest | None
+) -> Tensor:  # [num_tokens, vocab_size]
+    """Return the log-probabilities of an engine after each token of a prompt."""
+    size = engine.runner.model_config.vocab_size
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=size, prompt_logprobs=size)
+    prompts = [{"prompt_token_ids": [*prompt]}]
+    (output,) = engine.generate(prompts, params, lora_request=own, use_tqdm=False)
+    rows = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
+    return torch.tensor([[row[token].logprob for token in range(size)] for row in rows])
+
+
+def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the greedy tokens of PEFT, or without an adapter those of transformers."""
+    found = of_peft(model, path)
+    with _quietly():
+        result = found.generate(
             input_ids=torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,

@@ -80,7 +80,7 @@ def pack_codes(
     if scale_divisor is not None:
         scale, scale_unit, low_unit = _as_product(scale, scale_unit, scale_divisor)
     factors = dict(zip(_NAMES, (scale, zero, offset, scale_unit, offset_unit, low_unit), strict=True))
-    given = {name: x for name, x in factors.items() if x is not None}
+    given = {name: x for name, x in factors.items() if x is not None or name == "scale"}
     _check_codes(codes, table, pairs=pairs, gated=gated)
     _check_factors(codes, given)
     out_features, in_features = codes.shape

@@ -7,7 +7,8 @@ from torch import Tensor
 from ...checked import checked_as
 from ...checks import check_last_dim_contiguous
 from ..launch import BoundLaunch, Launches, combination
-from ..target import check_launchable
+from ..linear.coded_linear import dot_dtype
+from ..target import check_launchable, current_target
 
 _ROWS = 16  # the fewest of a product of tensor cores
 _COLUMNS = 256
@@ -37,6 +38,7 @@ def _add_lora_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     STEP_COLUMNS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):
     """One program takes BLOCK_ROWS tokens and BLOCK_COLUMNS columns, one adapter after another.
 
@@ -73,7 +75,7 @@ def _add_lora_kernel(
                         mask=(offs_rank < rank)[None, :] & mask_input[:, None],
                         other=0.0,
                     )
-                    inner = tl.dot(x, a, inner, input_precision="ieee")
+                    inner = tl.dot(x.to(DOT_DTYPE), a.to(DOT_DTYPE), inner, input_precision="ieee")
                 for step in range(0, BLOCK_COLUMNS, STEP_COLUMNS):
                     column = first_column + step + tl.arange(0, STEP_COLUMNS)
                     mask_step = (column >= first) & (column < end)
@@ -140,6 +142,7 @@ def _bind(
         BLOCK_COLUMNS=_COLUMNS,
         STEP_COLUMNS=min(_COLUMNS, max(16, _NUMBERS // block_rank)),
         BLOCK_INPUTS=_INPUTS,
+        DOT_DTYPE=dot_dtype(x.dtype, current_target()),
         num_warps=4,
     )
 

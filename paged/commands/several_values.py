@@ -1,0 +1,61 @@
+"""Options that take several values after one flag, as vLLM's do; the parser takes one value a flag."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_MODULES = "--lora-modules"
+_MODULE = re.compile(r"[^-=/][^=/]*=.|\{")  # NAME=PATH, or an object in JSON
+
+
+def one_value_each(parameters: Sequence[Any], args: Sequence[str]) -> list[str]:
+    """Return a command's arguments with the flag of an option before each of its values.
+
+    Further values belong to the option if all of the command's arguments are given elsewhere. Otherwise they
+    are the model, prompt or file that is missing, unless only the option can have them.
+    """
+    options = {
+        flag: each
+        for each in parameters
+        if each.param_type_name == "option" and not each.is_flag
+        for flag in each.opts
+    }
+    arguments = [each.name for each in parameters if each.param_type_name == "argument"]
+    found = [*_with_options(options, args)]
+    num_given = sum(flag == "" for _, flag in found)
+    if arguments == ["model"]:
+        num_given += any(text.partition("=")[0] == "--model" for text, flag in found if flag is None)
+    result: list[str] = []
+    for text, flag in found:
+        if flag and (num_given >= len(arguments) or (flag == _MODULES and _MODULE.match(text))):
+            result.append(flag)
+        result.append(text)
+    return result
+
+
+def _with_options(options: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each argument with the flag of several values that it may be a further value of.
+
+    That is None for flags and their first values, and "" for arguments that follow no such flag.
+
+    options: the options that have a value, by their flags.
+    """
+    needs_value = False
+    several = ""
+    for i, text in enumerate(args):
+        if needs_value:
+            needs_value = False
+            yield text, None
+        elif text == "--":
+            yield text, None
+            yield from ((rest, "") for rest in args[i + 1 :])
+            return
+        elif text.startswith("-") and text != "-":
+            option = options.get(text)
+            needs_value = option is not None
+            several = text if option is not None and option.multiple else ""
+            yield text, None
+        else:
+            yield text, several
