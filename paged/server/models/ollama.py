@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...base.errors import CheckpointError, ConfigError, PagedError, RequestError, ResourceError
@@ -207,7 +207,7 @@ def hub_name(name: str) -> str:
     return name
 
 
-class _Stopped(Exception):
+class _Stopped(Exception):  # noqa: N818 - an event like CancelledError, no error
     """A pull that was stopped. It is no PagedError, so that no part of the pull tries again."""
 
 
