@@ -230,6 +230,34 @@ def test_a_server_of_one_model_answers_too(engine):
             assert served.request(method, path, sent)[0] == 403
 
 
+def test_bodies_of_clients_in_go_have_every_field(server):
+    """They send what they do not mean as "" or null."""
+    asked = {"system": "", "template": "", "options": None}
+    for names in ({"model": "a", "name": ""}, {"model": "", "name": "a"}, {"model": "A:latest", "name": "a"}):
+        assert server.post("/api/show", **names, **asked, verbose=False)["details"]
+    assert server.request("POST", "/api/show", {"model": "", "name": ""})[0] == 400
+    asked = {**asked, "model": "a", "format": "", "keep_alive": "5m0s", "think": None, "stream": None}
+    for path, more in (("generate", {"prompt": "", "suffix": ""}), ("chat", {"messages": None})):
+        body = {**asked, **more} if path == "generate" else {"model": "a", "options": None, **more}
+        (line,) = lines(server, f"/api/{path}", **body)
+        assert line["done_reason"] == "load"
+    called = {"index": 0, "name": "f", "arguments": {}}
+    result = {"role": "tool", "content": "1", "name": "f"}  # the older name of tool_name
+    sent = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}, result]
+    body = {"model": "a", "messages": sent, "truncate": True, "shift": True, "_debug_render_only": False}
+    *_, last = lines(server, "/api/chat", **body, options=OPTIONS)
+    assert last["done"]
+
+
+def test_what_is_shown_is_the_context_of_a_load(engine, file):
+    """Clients send it as num_ctx, which may not be more."""
+    with lobby_here(engine, file) as (served, _):
+        shown = served.post("/api/show", model="a")["model_info"]
+        assert shown["llama.context_length"] == 2048  # of the checkpoint
+        served.front.lengths["a"] = 512  # as of an earlier load
+        assert served.post("/api/show", model="a")["model_info"]["llama.context_length"] == 512
+
+
 @pytest.mark.parametrize(
     ("options", "params"),
     [

@@ -219,6 +219,11 @@ class Lobby:
             )
         return entry
 
+    def context_of(self, entry: ModelEntry) -> int | None:
+        """Return the longest context that a load gives a model: of its last load, else by its options."""
+        context: int | None = self.lengths.get(entry.name) or self._engine_options(entry).get("max_model_len")
+        return context
+
     @property
     def loaded(self) -> dict[str, LoadedModel]:
         """The models that are loaded, by name."""

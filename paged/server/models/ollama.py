@@ -96,7 +96,12 @@ class ManyShowRoute:
             template = PLAIN_TEMPLATE if template == PLAIN else ""
         shown = await asyncio.to_thread(
             lambda: shown_model(
-                entry, local_of(entry), None if front is None else front.engine, capabilities, template
+                entry,
+                local_of(entry),
+                None if front is None else front.engine,
+                capabilities,
+                template,
+                lobby.context_of(entry),
             )
         )
         await exchange.respond_json(200, shown)
