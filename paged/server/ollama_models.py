@@ -54,7 +54,7 @@ def details_of(entry: ModelEntry, local: LocalModel | None) -> dict[str, Any]:
     files = _files_of(entry, local)
     config = _config_of(files)
     family = str(config.get("model_type", ""))
-    gguf = next((each.name for each in files if is_gguf(each.name)), None)
+    gguf = next((str(each) for each in files if is_gguf(each.name)), None)
     level = quantisation_of(gguf) if gguf else str(config.get("dtype", config.get("torch_dtype", "")))
     return {
         "parent_model": "",

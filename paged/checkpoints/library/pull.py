@@ -20,13 +20,14 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from ...architectures.gguf_paths import is_gguf, listed, models_of, part_paths
+from ...architectures.gguf_paths import is_gguf, listed, part_paths
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
 from ..hub import HUB_FILES, HUB_IGNORED
-from .local import hub_cache, quantisation_of
+from .local import hub_cache, tags_of
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
 _READ = 2**20
 _TRIES = 5  # of a file whose download is cut, as long as each brings something
 _SPARE_BYTES = 2**28  # of disk space that stay free
@@ -60,6 +61,11 @@ class Progress(NamedTuple):
     total: int
 
 
+def without_hub(name: str) -> str:
+    """Return a name without the hub's address, which users of Ollama write before it."""
+    return _HUB.sub("", name)
+
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -88,12 +94,12 @@ class RemoteModel:
 
     @property
     def quantisations(self) -> dict[str, list[RemoteFile]]:
-        """The GGUF models by their quantisation, each with its parts; the largest first."""
-        by_name = {file.name: file for file in self.files if is_gguf(file.name)}
+        """The GGUF models by their quantisation, each with its parts; the largest first. See `tags_of`."""
+        by_name = {file.name: file for file in self.files}
         found = dict[str, list[RemoteFile]]()
-        for first in models_of(by_name):
+        for tag, first in tags_of(by_name).items():
             parts = part_paths(Path(first), exists=by_name.__contains__)
-            found[quantisation_of(first)] = [by_name[str(part)] for part in parts]
+            found[tag] = [by_name[str(part)] for part in parts]
         sizes = {name: sum(file.size for file in files) for name, files in found.items()}
         return dict(sorted(found.items(), key=lambda item: -sizes[item[0]]))
 

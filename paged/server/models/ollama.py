@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from ...base.errors import CheckpointError, ConfigError, PagedError, RequestErro
 from ...base.validation import shown
 from ...checkpoints.library.local import find_local, remove_local
 from ...checkpoints.library.models_file import ModelEntry
-from ...checkpoints.library.pull import HubError, Progress, RemoteFile, RemoteModel
+from ...checkpoints.library.pull import HubError, Progress, RemoteFile, RemoteModel, without_hub
 from ...protocol.endpoints import (
     DEFAULT_LIMITS,
     GET_LMSTUDIO_MODEL,
@@ -35,7 +36,6 @@ from .lobby import Lobby
 
 PREFERRED = "Q4_K_M"  # of several GGUF files, where a client names none: as Ollama's models
 TELL_S = 0.25  # between two lines of a pull
-_HUBS = ("hf.co/", "huggingface.co/")  # before a name, as Ollama's users write it
 
 
 def _visible(lobby: Lobby, exchange: Exchange) -> list[ModelEntry]:
@@ -157,7 +157,7 @@ class PullRoute:
         assert isinstance(call, NamedCall)
         name = hub_name(call.name)
         async with until_disconnect(exchange):
-            pull = _Pull(name)
+            pull = _Pull(name, self._lobby.host.residency.memory)
             try:
                 if call.stream:
                     await self._stream(exchange, pull)
@@ -200,9 +200,7 @@ def _status_of(error: PagedError) -> int:
 
 def hub_name(name: str) -> str:
     """Return owner/name or owner/name:QUANT for a name of a client. Raises RequestError for other names."""
-    for hub in _HUBS:
-        name = name.removeprefix(hub)
-    name = name.removesuffix(LATEST_TAG)
+    name = without_hub(name).removesuffix(LATEST_TAG)
     if "/" not in name.partition(":")[0]:
         raise RequestError(
             f"{name} is a name of Ollama's registry, and models come from the hub: give owner/name or "
@@ -217,10 +215,14 @@ class _Stopped(Exception):  # noqa: N818 - an event like CancelledError, no erro
 
 
 class _Pull:
-    """A download of a model. name: owner/name or owner/name:QUANT."""
+    """A download of a model.
 
-    def __init__(self, name: str) -> None:
+    name: owner/name or owner/name:QUANT. most_bytes: of a model, where the name leaves open which.
+    """
+
+    def __init__(self, name: str, most_bytes: int) -> None:
         self._name = name
+        self._most_bytes = most_bytes
         self._is_stopped = False
         self._lock = threading.Lock()
         self._lines: list[dict[str, Any]] = []
@@ -246,7 +248,7 @@ class _Pull:
         """Download the model, in a thread. Raises CheckpointError, or what `RemoteModel.pull` raises."""
         repository, _, quantisation = self._name.partition(":")
         remote = RemoteModel(repository)
-        chosen = quantisation or _preferred(remote)
+        chosen = quantisation or preferred(remote, self._most_bytes)
         files = remote.files_of(chosen)
 
         def on_progress(progress: Progress) -> None:
@@ -259,11 +261,22 @@ class _Pull:
         self._tell(f"pulled {repository if chosen is None else f'{repository}:{chosen}'}")
 
 
-def _preferred(remote: RemoteModel) -> str | None:
+def preferred(remote: RemoteModel, most_bytes: int) -> str | None:
+    """Return the quantisation that Ollama would take, else one of as many bits, else the largest that fits.
+
+    None stands for safetensors.
+    """
     quantisations = remote.quantisations
     if remote.has_safetensors or not quantisations:
         return None
-    return PREFERRED if PREFERRED in quantisations else next(iter(quantisations))
+    for like in (PREFERRED, f"UD-{PREFERRED}", ".*q4_k.*", ".*q4.*"):
+        for name in quantisations:
+            if re.fullmatch(like, name, re.IGNORECASE):
+                return name
+    fitting = [
+        name for name, files in quantisations.items() if sum(each.size for each in files) <= most_bytes
+    ]
+    return (fitting or [*quantisations][-1:])[0]
 
 
 def _name_of(file: RemoteFile) -> str:
