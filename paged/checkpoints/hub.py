@@ -166,6 +166,12 @@ class _Repository:
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
     """Return the file whose name has the quantisation. Raises CheckpointError, with those that there are."""
+    from .library.local import tags_of
+
+    # UD-Q4_K_M, for instance, has the word Q4_K_M in it, too.
+    for tag, name in tags_of(names).items():
+        if tag.casefold() == quantisation.casefold():
+            return name
     word = re.compile(rf"(?<![a-z0-9]){re.escape(quantisation.lower())}(?![a-z0-9_])")
     found = [name for name in models_of(names) if quantisation and word.search(name.lower())]
     if len(found) == 1:

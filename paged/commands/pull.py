@@ -31,11 +31,11 @@ def pull(
 
     Of several GGUF files it takes the largest that fits this machine.
     """
-    from ..checkpoints.library.pull import RemoteModel
+    from ..checkpoints.library.pull import RemoteModel, without_hub
 
-    repository, _, quantisation = model.partition(":")
+    repository, _, quantisation = without_hub(model).partition(":")
     remote = RemoteModel(repository, revision)
-    if ":" in model and not quantisation:
+    if model.endswith(":"):
         raise CheckpointError(f"{model}: give a quantisation behind the colon, or leave the colon out")
     chosen = chosen_quantisation(remote, quantisation or None)
     name = repository if chosen is None else f"{repository}:{chosen}"

@@ -54,7 +54,7 @@ def details_of(entry: ModelEntry, local: LocalModel | None) -> dict[str, Any]:
     files = _files_of(entry, local)
     config = _config_of(files)
     family = str(config.get("model_type", ""))
-    gguf = next((each.name for each in files if is_gguf(each.name)), None)
+    gguf = next((str(each) for each in files if is_gguf(each.name)), None)
     level = quantisation_of(gguf) if gguf else str(config.get("dtype", config.get("torch_dtype", "")))
     return {
         "parent_model": "",
@@ -86,12 +86,14 @@ def shown_model(
     engine: AsyncEngine[Any] | None,
     capabilities: list[str],
     template: str | None,
+    context: int | None = None,
 ) -> dict[str, Any]:
     """Return the response of /api/show.
 
     engine: None if the model is not loaded. template: None for the one in the checkpoint's own file.
+    context: what a load would give it, as far as that is known; None for the checkpoint's own.
 
-    Of a GGUF file that is not loaded there is no template and no context: reading it takes torch.
+    Of a GGUF file that was not loaded yet there is no template and no context: reading it takes torch.
     """
     files = _files_of(entry, local)
     config = _config_of(files)
@@ -99,7 +101,7 @@ def shown_model(
         template = _text_of(files[0].parent / "chat_template.jinja") if files else ""
     architecture = str(config.get("model_type", ""))
     info: dict[str, Any] = {"general.architecture": architecture}
-    context = _context_of(config) if engine is None else engine.max_model_len
+    context = (context or _context_of(config)) if engine is None else engine.max_model_len
     if context is not None:
         info[f"{architecture}.context_length"] = context
     if engine is not None:

@@ -16,6 +16,7 @@ from paged.base.errors import CheckpointError, MissingModelError
 from paged.checkpoints.library import local, pull
 from paged.checkpoints.library.local import find_local, local_models
 from paged.checkpoints.library.pull import RemoteModel
+from paged.server.models.ollama import preferred
 from tests.support.checkpoints import random_model
 from tests.support.fake_hub import FakeHub, digest, fake_hub
 from tests.support.gguf_models import write_model
@@ -146,6 +147,46 @@ def test_of_several_gguf_files_the_largest_that_fits_is_taken(hub, run, gguf, mo
     run("models", "rm", "many:Q8_0")
     assert [each.name for each in local_models()] == [model.name]
     assert model.path.exists()
+
+
+# The files of a repository, and what stands behind the colon of the names of their models.
+PUBLISHED = {
+    "qwen2.5-7b-instruct-q4_k_m-00001-of-00002.gguf": "q4_k_m",
+    "qwen2.5-7b-instruct-q4_k_m-00002-of-00002.gguf": None,
+    "UD-Q4_K_XL/GLM-UD-Q4_K_XL-00001-of-00001.gguf": "UD-Q4_K_XL",
+    "Q5_K_S/model.gguf": "Q5_K_S",
+    "X.i1-IQ3_XXS.gguf": "IQ3_XXS",
+    "gpt-oss-20b-mxfp4.gguf": "mxfp4",
+    "a-7b-Q8_0.gguf": "a-7b-Q8_0",  # two of one quantisation
+    "b-13b-Q8_0.gguf": "b-13b-Q8_0",
+    "one/m-F16.gguf": "one-m-F16",  # and of one stem
+    "two/m-F16.gguf": "two-m-F16",
+    "part-Q2_K-00001-of-00002.gguf": None,  # a part is missing
+    "mmproj-model-BF16.gguf": None,
+    "model.imatrix.gguf": None,
+    "model-imatrix-Q6_K.GGUF": "Q6_K",
+}
+
+
+def test_the_files_of_publishers_have_names_of_their_own(hub, run):
+    hub.repositories["owner/many"] = {name: name.encode() for name in PUBLISHED}
+    wanted = {name for name in PUBLISHED.values() if name is not None}
+    remote = RemoteModel("owner/many")
+    assert {*remote.quantisations} == wanted
+    for tag in ("Q4_K_M", "a-7b-q8_0"):  # in capitals or not
+        assert run("pull", f"https://huggingface.co/owner/many:{tag}")[0] == 0
+    assert {each.name for each in local_models()} == {"owner/many:q4_k_m", "owner/many:Q8_0"}
+    assert find_local("owner/many:a-7b-Q8_0").path.name == "a-7b-Q8_0.gguf"  # as it was called at its pull
+    for tag in wanted:
+        remote.pull(remote.files_of(tag))
+    assert {each.name for each in local_models()} == {f"owner/many:{tag}" for tag in wanted}
+    assert preferred(remote, 1) == "q4_k_m"
+    remote.files = [each for each in remote.files if "q4_k_m" not in each.name]
+    assert preferred(remote, 1) == "UD-Q4_K_XL"
+    remote.files = [each for each in remote.files if "Q4_K_XL" not in each.name]
+    assert preferred(remote, 15) == "b-13b-Q8_0"  # a file has the bytes of its name
+    sizes = [sum(each.size for each in files) for files in remote.quantisations.values()]
+    assert sum(each.size for each in remote.files_of(preferred(remote, 1))) == min(sizes)  # as none fits
 
 
 Usage = namedtuple("Usage", "total used free")

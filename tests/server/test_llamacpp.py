@@ -8,6 +8,7 @@ import pytest
 
 from paged.base.errors import PagedError, RequestError
 from paged.protocol.endpoints import parse_call
+from paged.protocol.llamacpp.answers import Indented
 from paged.protocol.llamacpp.fill import FILL_TOKENS, fill_tokens_of
 from tests.support.lobbies import lobby_here
 
@@ -41,6 +42,36 @@ def test_stop_words_probabilities_and_grammars(served):
     assert served.post("/completion", **PROMPT, grammar='root ::= "yes"')["content"] == "yes"
     schema = {"enum": [5]}
     assert json.loads(served.post("/completion", **PROMPT, json_schema=schema)["content"]) == 5
+
+
+def test_a_line_that_is_indented_less_ends_the_text(served):
+    whole = served.post("/completion", **{**PROMPT, "n_predict": 60})
+    text = whole["content"]
+    body = {**PROMPT, "n_predict": 60, "n_indent": 4}
+    cut = served.post("/completion", **body)
+    assert cut["content"] == "".join(map(Indented(4).take, text)) != text  # a piece for each character
+    assert cut["stop_type"] == "limit"
+    events = [json.loads(each) for each in served.events("/completion", **body)]
+    assert "".join(each["content"] for each in events) == cut["content"]
+    for text, kept in (
+        ("a\n    b\n  c\n    d", "a\n    b\n  "),
+        ("    a\n\t\t\t\tb\n\n    c", "    a\n\t\t\t\tb\n"),  # an empty line has no indent
+    ):
+        assert Indented(4).take(text) == kept
+        assert Indented(0).take(text) == text
+
+
+def test_what_llama_vim_sends_is_answered(served):
+    """It warms the cache with a body that generates nothing."""
+    extra = [{"text": "x = 1", "time": [1, 2], "filename": "a.py"}]
+    body = {"id_slot": 0, "input_prefix": "a", "input_suffix": "b", "input_extra": extra, "prompt": "    "}
+    more = {"n_predict": 128, "n_indent": 4, "samplers": ["top_k", "infill"], "t_max_predict_ms": 250}
+    parse_call("/infill", {**body, **more, "top_k": 40, "top_p": 0.9, "stop": [], "stream": False})
+    warmed = served.post(
+        "/completion", prompt="def g(y):" * 9, n_predict=0, samplers=[], response_fields=[""]
+    )
+    assert (warmed["content"], warmed["tokens"], warmed["tokens_predicted"]) == ("", [], 0)
+    assert served.post("/completion", **{**PROMPT, "prompt": "def g(y):" * 9})["tokens_cached"] > 16
 
 
 def test_props_slots_and_templates(served):
@@ -113,7 +144,7 @@ def test_a_model_without_such_tokens_is_told(served):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"n_predict": 0}, "n_predict 0 generates nothing"),
+        ({"n_indent": -1}, "n_indent must be at least 0"),
         ({"mirostat": 1}, "mirostat is not supported"),
         ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n 64 is not supported"),
         ({"xtc_probability": 0.5}, "xtc_probability is not supported"),

@@ -16,7 +16,7 @@ from paged.architectures.config import DEMO
 from paged.base.errors import CheckpointError, ConfigError
 from paged.checkpoints.library.models_file import ModelsFile
 from paged.server.http.streams import StreamedResponse
-from paged.server.models import routes
+from paged.server.models import catalog, routes
 from paged.server.models.catalog import Catalog
 from tests import at_home
 from tests.support.lobbies import SIZE, lobby_here, lobby_of_processes
@@ -177,7 +177,8 @@ def test_keep_alive_of_requests_and_models(lobby):
     assert "keep_alive must be a number of seconds or a duration" in error_of(answer)[1]
 
 
-def test_a_changed_file_holds_from_the_next_request_on(engine, tmp_path):
+def test_a_changed_file_holds_from_the_next_request_on(engine, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(catalog, "SETTLED_S", 1e6)
     file = tmp_path / "models.toml"
     file.write_text(FILE)
     message = [{"role": "user", "content": "hi"}]
@@ -187,11 +188,20 @@ def test_a_changed_file_holds_from_the_next_request_on(engine, tmp_path):
         assert "snakes" in server.post("/v1/chat/completions", **body)["prompt_text"]
         # The lines of the others move, which changes none of them.
         file.write_text("# new\n" + FILE.replace("snakes", "birds"))
-        server.front.catalog.reload()
         assert "birds" in server.post("/v1/chat/completions", **body)["prompt_text"]
         server.post(COMPLETIONS, **completion("a"))
         loads = [each for each in loading.log if "shares" not in each]
         assert loads == ["load a", "load c", "unload c", "load c"]
+        file.write_text("[c]\nchekpoint = 'demo'\n")
+        for _ in range(3):  # a wrong file changes nothing, and is logged once
+            assert "birds" in server.post("/v1/chat/completions", **body)["prompt_text"]
+        (told,) = [each.getMessage() for each in caplog.records if "not in force" in each.getMessage()]
+        assert "line 2: [c] has no key 'chekpoint'" in told
+        file.write_text('[d]\ncheckpoint = "demo"\n')
+        assert [*states(server)] == ["a", "b", "c"]  # an editor may be writing the file
+        os.utime(file, (1.0, 1.0))  # long ago
+        assert [*states(server)] == ["d"]
+        eventually(lambda: {*loading.log[-2:]} == {"unload a", "unload c"})
 
 
 def test_what_clients_see_of_a_template_is_the_models_own(engine, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from http.client import HTTPConnection
 from pathlib import Path
 from shutil import which
 
@@ -12,7 +14,8 @@ import pytest
 from paged.architectures.config import DEMO
 from paged.base.errors import PagedError, RequestError
 from paged.chat.parts import ContentDelta, ReasoningDelta, ToolArgumentsDelta, ToolCallStart
-from paged.checkpoints.library.local import local_models
+from paged.checkpoints.library import pull
+from paged.checkpoints.library.local import find_local, local_models
 from paged.checkpoints.library.models_file import ModelEntry
 from paged.protocol.answers.chats import ChatForm
 from paged.protocol.answers.chunks import Head
@@ -20,11 +23,12 @@ from paged.protocol.endpoints import ROUTES, parse_call
 from paged.protocol.limits import Limits
 from paged.protocol.ollama.answers import Durations, OllamaLines
 from paged.server.app import new_ollama_app
+from paged.server.models import ollama
 from paged.server.ollama_models import lmstudio_card, shown_model
 from paged.server.options import ServeOptions
 from tests.support.fake_hub import fake_hub
 from tests.support.lobbies import lobby_here
-from tests.support.served import Served, serving
+from tests.support.served import PATIENCE_S, Served, eventually, serving
 
 SUPPORT = Path(__file__).parents[1] / "support"
 BODIES = json.loads(
@@ -226,6 +230,34 @@ def test_a_server_of_one_model_answers_too(engine):
             assert served.request(method, path, sent)[0] == 403
 
 
+def test_bodies_of_clients_in_go_have_every_field(server):
+    """They send what they do not mean as "" or null."""
+    asked = {"system": "", "template": "", "options": None}
+    for names in ({"model": "a", "name": ""}, {"model": "", "name": "a"}, {"model": "A:latest", "name": "a"}):
+        assert server.post("/api/show", **names, **asked, verbose=False)["details"]
+    assert server.request("POST", "/api/show", {"model": "", "name": ""})[0] == 400
+    asked = {**asked, "model": "a", "format": "", "keep_alive": "5m0s", "think": None, "stream": None}
+    for path, more in (("generate", {"prompt": "", "suffix": ""}), ("chat", {"messages": None})):
+        body = {**asked, **more} if path == "generate" else {"model": "a", "options": None, **more}
+        (line,) = lines(server, f"/api/{path}", **body)
+        assert line["done_reason"] == "load"
+    called = {"index": 0, "name": "f", "arguments": {}}
+    result = {"role": "tool", "content": "1", "name": "f"}  # the older name of tool_name
+    sent = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}, result]
+    body = {"model": "a", "messages": sent, "truncate": True, "shift": True, "_debug_render_only": False}
+    *_, last = lines(server, "/api/chat", **body, options=OPTIONS)
+    assert last["done"]
+
+
+def test_what_is_shown_is_the_context_of_a_load(engine, file):
+    """Clients send it as num_ctx, which may not be more."""
+    with lobby_here(engine, file) as (served, _):
+        shown = served.post("/api/show", model="a")["model_info"]
+        assert shown["llama.context_length"] == 2048  # of the checkpoint
+        served.front.lengths["a"] = 512  # as of an earlier load
+        assert served.post("/api/show", model="a")["model_info"]["llama.context_length"] == 512
+
+
 @pytest.mark.parametrize(
     ("options", "params"),
     [
@@ -337,11 +369,11 @@ def test_keys_and_changes(engine, file, hub):  # noqa: ARG001
     with lobby_here(engine, file, allow_model_changes=True) as (served, _):
         for body, message in (
             ({"model": "llama3.2"}, "is a name of Ollama's registry"),
-            ({"model": "owner/none"}, "the hub has no model"),
-            ({"model": "../x"}, "is no repository of the hub"),
+            ({"model": "owner/none", "stream": False}, "the hub has no model"),
+            ({"model": "../x", "stream": False}, "is no repository of the hub"),
         ):
             status, _, data = served.request("POST", "/api/pull", body)
-            assert status != 200
+            assert status in (400, 404)
             assert message in json.loads(data)["error"]
         for destination in ("../b", "a", "demo"):
             status, _, data = served.request("POST", "/api/copy", {"source": "a", "destination": destination})
@@ -353,6 +385,62 @@ def test_keys_and_changes(engine, file, hub):  # noqa: ARG001
         ]
         assert served.request("DELETE", "/api/delete", {"model": "tiny"})[0] == 200
         assert served.request("POST", "/api/show", {"model": "tiny"})[0] == 404
+
+
+def test_a_pull_that_fails_is_one_error_in_both_forms(engine, file, hub, monkeypatch):
+    """The stream has begun by then, as in Ollama, so that its error is a line."""
+    tiny = hub.repositories["owner/tiny"]
+    hub.repositories |= {"owner/gated": tiny, "owner/down": tiny, "owner/empty": {}}
+    hub.refused = {"owner/gated": (403, "GatedRepo"), "owner/down": (503, "")}
+    with lobby_here(engine, file, allow_model_changes=True) as (served, _):
+
+        def check(name: str, wanted: int, message: str) -> None:
+            status, _, data = served.request("POST", "/api/pull", {"model": name, "stream": False})
+            assert (status, [*json.loads(data)]) == (wanted, ["error"]), data
+            assert message in json.loads(data)["error"]
+            first, *_, last = lines(served, "/api/pull", model=name)
+            assert first == {"status": "pulling manifest"}
+            assert [*last] == ["error"]
+            assert message in last["error"]
+
+        check("owner/none", 404, "the hub has no model")
+        check("owner/tiny:Q4_0", 404, "no GGUF file of this quantisation")
+        check("owner/empty", 404, "neither safetensors nor GGUF")
+        check("owner/gated", 403, "owner/gated is gated")
+        check("owner/down", 502, "cannot be fetched from the hub")
+        with monkeypatch.context() as patched:
+            free = pull.shutil.disk_usage
+            patched.setattr(pull.shutil, "disk_usage", lambda path: free(path)._replace(free=5))
+            check("owner/tiny", 507, "GB of disk space")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+        check("owner/tiny", 502, "cannot be fetched from the hub")
+    assert local_models() == []
+
+
+def test_a_pull_whose_client_goes_stops_and_another_goes_on(engine, file, hub, monkeypatch):
+    name = next(each for each in hub.repositories["owner/tiny"] if each.endswith(".safetensors"))
+    size = len(hub.repositories["owner/tiny"][name])
+    hub.slow.add(name)
+    stopped = threading.Event()
+    stop = ollama._Pull.stop
+    monkeypatch.setattr(ollama._Pull, "stop", lambda self: (stop(self), stopped.set()))
+    with lobby_here(engine, file, allow_model_changes=True) as (served, _):
+        body = {"model": "owner/tiny", "stream": False}
+        gone = HTTPConnection("127.0.0.1", served.port)
+        gone.request("POST", "/api/pull", json.dumps(body), {"content-type": "application/json"})
+        eventually(lambda: hub.sent[name] == size // 2)
+        waiting = HTTPConnection("127.0.0.1", served.port)
+        waiting.request("POST", "/api/pull", json.dumps({"model": "owner/tiny"}))
+        told = waiting.getresponse()
+        while json.loads(told.readline()).get("completed") != size // 2:  # of the first
+            pass
+        gone.close()
+        assert stopped.wait(PATIENCE_S)
+        hub.go_on.set()
+        assert json.loads(told.read().splitlines()[-1]) == {"status": "success"}
+        waiting.close()
+    assert size < hub.sent[name] <= size + (size + 1) // 2  # the second part came twice, but for a piece
+    assert find_local("owner/tiny").num_bytes == size
 
 
 def test_ollamas_port_says_what_ollamas_does():

@@ -7,6 +7,8 @@ import http.client
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from paged.protocol.fields.sampling import SAMPLING_KINDS
 from paged.scheduler.picture import EnginePicture, PicturedRequest
 from paged.scheduler.schedule import Schedule
 from paged.server import gallery
+from paged.server.routes.page import PAGE_FOLDER
 from tests.server.test_keys import bearing, line, write
 from tests.support.chromium import chromium_page, find_chromium
 from tests.support.scheduler_cases import new_scheduler
@@ -28,6 +31,7 @@ from tests.support.served import PATIENCE_S, Served, eventually, serving
 
 PROMPT = "import os\nimport sys\n" * 24
 SECRET = "classified"
+NODE = shutil.which("node")
 MOST_EVENTS = 480  # that are read: in two minutes
 RUNNING = {"model": "demo", "max_tokens": 1500, "ignore_eos": True}
 
@@ -240,6 +244,70 @@ WIDE_TABLE = """import('./page/markdown.js').then(({ rendered }) => {
 })"""
 
 
+# What the user does who chooses a file.
+IMPORT = """{
+  const chosen = new DataTransfer();
+  chosen.items.add(new File([%s], 'kept.json'));
+  document.getElementById('file').files = chosen.files;
+  document.getElementById('file').dispatchEvent(new Event('change'));
+}"""
+# What each of these files of conversations is made into, or what is wrong with it.
+IMPORTS = """
+import { imported } from "./conversations.js";
+import { readFileSync } from "node:fs";
+const tried = (text) => { try { return imported(text).path(); } catch (error) { return error.message; } };
+console.log(JSON.stringify(JSON.parse(readFileSync(0, "utf8")).map((text) => tried(text))));
+"""
+ASKED = {"number": 1, "parent": 0, "role": "user", "content": "a"}
+
+
+@pytest.mark.skipif(NODE is None, reason="needs Node.js")
+def test_files_that_are_no_conversations_are_refused(tmp_path):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{**call, "x": 1}], "y": 2},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    ]
+    wrong: list[tuple[Any, str]] = [
+        ([], "there are no messages"),
+        (None, "neither nodes nor messages"),
+        ({"nodes": 3}, "neither nodes nor messages"),
+        ({"nodes": [None]}, "nodes[0].role is not one of"),
+        ({"nodes": [{**ASKED, "content": 3}]}, "nodes[0].content is not a text"),
+        ({"nodes": [ASKED, ASKED]}, "nodes[1].number is not a number of its own"),
+        ({"nodes": [{**ASKED, "number": "1"}]}, "nodes[0].number is not a number of its own"),
+        ({"nodes": [{**ASKED, "parent": 1}]}, "nodes[0].parent is not an earlier message"),
+        ({"nodes": [ASKED], "chosen": [[0, 2]]}, "chosen[0] is not a message and one behind it"),
+        ({"nodes": [ASKED], "chosen": [None]}, "chosen[0] is not a message and one behind it"),
+        ({"nodes": [ASKED], "chosen": {}}, "chosen is not a list"),
+        ({"nodes": [ASKED], "system": 1}, "system is not a text"),
+        ({"messages": [{"role": "developer", "content": "a"}]}, "messages[0].role is not one of"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c"}]}], "messages[0].tool_calls[0] has no id, or no"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content is not a text"),
+        ([ASKED] * 10_001, "it has 10001 messages"),
+    ]
+    texts = [json.dumps({"messages": messages, "id": "x"}), *(json.dumps(each) for each, _ in wrong), "[[["]
+    shutil.copy(PAGE_FOLDER / "page" / "conversations.js", tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "try.js").write_text(IMPORTS)
+    command = [str(NODE), "try.js"]
+    done = subprocess.run(
+        command, input=json.dumps(texts), capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    made, *refusals, broken = json.loads(done.stdout)
+    assert made == [
+        {"number": 1, **messages[1], "parent": 0},
+        {"number": 2, "parent": 1, "role": "assistant", "content": "", "tool_calls": [call]},
+        {"number": 3, "parent": 2, **messages[3]},
+    ]
+    for refusal, (given, message) in zip(refusals, wrong, strict=True):
+        assert message in refusal, given
+    assert broken.startswith("it is not JSON: ")
+
+
 @needs_chromium
 def test_in_a_browser(engine, tmp_path):
     assert CHROMIUM is not None
@@ -313,8 +381,24 @@ def test_in_a_browser(engine, tmp_path):
         page.wait("document.querySelectorAll('.message').length === 2")
         page.run("document.querySelector('.user .actions button').click()")  # ‹
         assert page.run("document.querySelectorAll('.message').length") == 4
-        kept = json.loads(page.run("localStorage.getItem(localStorage.key(0))"))
+        text = page.run("localStorage.getItem(localStorage.key(0))")
+        kept = json.loads(text)
         assert len(kept["nodes"]) == 7
+        # A file that was exported opens as a new conversation; a damaged one is said to be so.
+        page.run("document.getElementById('forget').click()")
+        page.wait("document.querySelectorAll('.message').length === 0")
+        page.run(IMPORT % json.dumps("{"))
+        page.wait(
+            "document.getElementById('unread').textContent.startsWith('kept.json cannot be imported: it is')"
+        )
+        page.run(IMPORT % json.dumps(text.replace("Hi", "<img src=x onerror=alert(1)>")))
+        page.wait("document.querySelectorAll('.message').length === 4")
+        assert page.run("document.getElementById('unread').hidden && document.images.length === 0")
+        assert page.run("document.querySelector('.user .text').textContent") == "<img src=x onerror=alert(1)>"
+        again = json.loads(page.run("localStorage.getItem(localStorage.key(0))"))
+        assert again["chosen"] == kept["chosen"]
+        assert len(again["nodes"]) == 7
+        assert again["id"] != kept["id"]
         assert page.errors == []
 
 

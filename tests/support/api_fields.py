@@ -165,6 +165,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "images": (["AAAA"], {}),
     "raw": (True, {}),
     "n_predict": (5, {}),
+    "n_indent": (4, {}),
     "repeat_penalty": (1.5, {}),
     "repeat_last_n": (0, {"repeat_penalty": 1.5}),
     "grammar": ('root ::= "a"', {}),

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+PATIENCE_S = 60.0
 LARGE = (".gguf", ".safetensors")  # are stored with their sha256, as with git-lfs
 
 
@@ -24,13 +25,18 @@ class FakeHub:
 
     repositories: the files of each repository by name.
     cut: how many bytes of a file come before its connection ends, by name; once for each entry.
-    damaged: files of which other bytes come than the hub says. gone: repositories that get 404.
+    damaged: files of which other bytes come than the hub says.
+    refused: status and X-Error-Code of the files of a repository, as of gated ones, which are listed.
+    slow: files of which the first half comes alone until `go_on` is set.
     requests: how often each path was asked for. sent: bytes of each file that came.
     """
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     cut: dict[str, list[int]] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    slow: set[str] = field(default_factory=set)
+    go_on: threading.Event = field(default_factory=threading.Event)
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     url: str = ""
@@ -107,6 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, path: str) -> None:
         name, _, rest = path.removeprefix("/").partition("/resolve/")
         file = rest.partition("/")[2]
+        if name in self.hub.refused:
+            status, code = self.hub.refused[name]
+            self._json(status, {"error": "Access is restricted"}, {"X-Error-Code": code})
+            return
         data = self.hub.repositories.get(name, {}).get(file)
         if data is None:
             self._json(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
@@ -131,8 +141,12 @@ class _Handler(BaseHTTPRequestHandler):
         if cuts := self.hub.cut.get(file):
             sent = sent[: cuts.pop(0)]
             self.close_connection = True
-        self.hub.sent[file] += len(sent)
-        self.wfile.write(sent)
+        half = len(sent) // 2 if file in self.hub.slow else 0
+        for part in (sent[:half], sent[half:]):
+            self.hub.sent[file] += len(part)
+            self.wfile.write(part)
+            if part and file in self.hub.slow:
+                self.hub.go_on.wait(PATIENCE_S)
 
     def _json(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         body = json.dumps(value).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ _QUANTISATION = re.compile(
 class LocalModel(NamedTuple):
     """A model in the cache of the hub.
 
-    name: owner/name, for a GGUF file with its quantisation: owner/name:Q4_K_M.
+    name: owner/name, for a GGUF file with its quantisation: owner/name:Q4_K_M; see `tags_of`.
     format: "safetensors", or "GGUF" and the quantisation.
     snapshot: the directory of the repository's newest commit here.
     files: the files of the weights in it.
@@ -56,10 +56,39 @@ def hub_cache() -> Path:
 
 
 def quantisation_of(name: str) -> str:
-    """Return the quantisation in the name of a GGUF file; its stem if there is none."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(name).stem)
-    found = _QUANTISATION.findall(stem)
+    """Return the quantisation in the name of a GGUF file, else in its folder's; without any its stem."""
+    stem = _stem_of(name)
+    found = _QUANTISATION.findall(stem) or _QUANTISATION.findall(Path(name).parent.name)
     return str(found[-1]) if found else stem
+
+
+def tags_of(names: Iterable[str]) -> dict[str, str]:
+    """Return the first file of each model by what stands behind the colon of its name.
+
+    That is the quantisation, or the stem of the file where several have the same quantisation. Models of
+    which parts are missing have none.
+    """
+    there = [*filter(is_gguf, names)]
+    by_quantisation = dict[str, list[str]]()
+    for name in models_of(there):
+        with suppress(CheckpointError):
+            part_paths(Path(name), exists=there.__contains__)
+            by_quantisation.setdefault(quantisation_of(name).casefold(), []).append(name)
+    found = dict[str, str]()
+    for same in by_quantisation.values():
+        tag_of = quantisation_of if len(same) == 1 else _stem_of
+        if len({tag_of(name) for name in same}) < len(same):
+            tag_of = _whole_name_of
+        found |= {tag_of(name): name for name in same}
+    return found
+
+
+def _stem_of(name: str) -> str:
+    return re.sub(r"-\d{5}-of-\d{5}$", "", Path(name).stem)
+
+
+def _whole_name_of(name: str) -> str:
+    return "-".join((*Path(name).parent.parts, _stem_of(name)))
 
 
 def local_models() -> list[LocalModel]:
@@ -93,7 +122,10 @@ def find_local(name: str) -> LocalModel | None:
 
 
 def _full_names(model: LocalModel) -> set[str]:
-    return {model.name.casefold(), model.repository.casefold()}
+    names = {model.name, model.repository}
+    if ":" in model.name:  # of files of one quantisation that the hub has, one may be here
+        names.add(f"{model.repository}:{_stem_of(model.path.name)}")
+    return {name.casefold() for name in names}
 
 
 def _short_names(model: LocalModel) -> set[str]:
@@ -117,13 +149,9 @@ def _models_in(repository: str, snapshot: Path) -> Iterator[LocalModel]:
     tensors = sorted(snapshot / name for name in names if name.endswith(".safetensors") and "/" not in name)
     if tensors and "config.json" in names:
         yield _model(repository, "safetensors", snapshot, tensors)
-    ggufs = [name for name in names if is_gguf(name)]
-    for name in models_of(ggufs):
-        with suppress(CheckpointError):  # parts are missing
-            parts = part_paths(Path(name), exists=ggufs.__contains__)
-            quantisation = quantisation_of(name)
-            files = [snapshot / part for part in parts]
-            yield _model(f"{repository}:{quantisation}", f"GGUF {quantisation}", snapshot, files)
+    for tag, name in tags_of(names).items():
+        files = [snapshot / part for part in part_paths(Path(name), exists=names.__contains__)]
+        yield _model(f"{repository}:{tag}", f"GGUF {quantisation_of(name)}", snapshot, files)
 
 
 def _model(name: str, format: str, snapshot: Path, files: Sequence[Path]) -> LocalModel:

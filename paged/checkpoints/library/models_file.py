@@ -82,12 +82,14 @@ class ModelsFile:
     """The models of a file.
 
     path: the file, which need not exist; None for no file.
+    version: of the file that was read, which changes with it; None if there was none. See `version_of`.
 
     Raises ConfigError, which names the line, for a file that is wrong, and for a named file that is missing.
     """
 
     def __init__(self, path: Path | None, *, must_exist: bool = False) -> None:
         self.path = path
+        self.version = version_of(path)  # before it is read: a later change is seen
         text = ""
         if path is not None:
             try:
@@ -267,6 +269,14 @@ class ModelsFile:
                 written.replace(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}") from None
+
+
+def version_of(path: Path | None) -> tuple[int, ...] | None:
+    """Return what changes with a file: its inode, size and time; None if there is none."""
+    with suppress(OSError):
+        status = path.stat() if path is not None else None
+        return None if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
+    return None
 
 
 def _header_of(line: str) -> tuple[str, ...] | None:

@@ -13,22 +13,36 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
-from ...architectures.gguf_paths import is_gguf, listed, models_of, part_paths
+from ...architectures.gguf_paths import is_gguf, listed, part_paths
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
 from ..hub import HUB_FILES, HUB_IGNORED
-from .local import hub_cache, quantisation_of
+from .local import hub_cache, tags_of
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
 _READ = 2**20
 _TRIES = 5  # of a file whose download is cut, as long as each brings something
 _SPARE_BYTES = 2**28  # of disk space that stay free
+_LOOK_S = 0.1  # between two looks whether another process has finished a file
+
+
+class HubError(MissingModelError):
+    """A model that the hub does not have, does not give, or cannot send.
+
+    status: the HTTP status of a server that answers so: 404, 403 or 502.
+    """
+
+    def __init__(self, message: str, status: int = 502) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RemoteFile(NamedTuple):
@@ -47,6 +61,11 @@ class Progress(NamedTuple):
     total: int
 
 
+def without_hub(name: str) -> str:
+    """Return a name without the hub's address, which users of Ollama write before it."""
+    return _HUB.sub("", name)
+
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -55,15 +74,15 @@ class RemoteModel:
 
     files: all its files.
 
-    Raises MissingModelError if the hub has none, or does not answer.
+    Raises HubError if the hub has none, or does not answer.
     """
 
     def __init__(self, name: str, revision: str | None = None) -> None:
         from huggingface_hub import HfApi
 
         if not _REPOSITORY.fullmatch(name) or ".." in name or "--" in name:
-            raise MissingModelError(
-                f"{name!r} is no repository of the hub: give owner/name or owner/name:QUANT"
+            raise HubError(
+                f"{name!r} is no repository of the hub: give owner/name or owner/name:QUANT", status=400
             )
         self.name = name
         with _telling_reasons(name):
@@ -71,16 +90,16 @@ class RemoteModel:
         self.commit = str(info.sha)
         self.files = [_file_of(name, each) for each in info.siblings or []]
         if not _DIGEST.fullmatch(self.commit):
-            raise MissingModelError(f"the hub gives no commit of {name}")
+            raise HubError(f"the hub gives no commit of {name}")
 
     @property
     def quantisations(self) -> dict[str, list[RemoteFile]]:
-        """The GGUF models by their quantisation, each with its parts; the largest first."""
-        by_name = {file.name: file for file in self.files if is_gguf(file.name)}
+        """The GGUF models by their quantisation, each with its parts; the largest first. See `tags_of`."""
+        by_name = {file.name: file for file in self.files}
         found = dict[str, list[RemoteFile]]()
-        for first in models_of(by_name):
+        for tag, first in tags_of(by_name).items():
             parts = part_paths(Path(first), exists=by_name.__contains__)
-            found[quantisation_of(first)] = [by_name[str(part)] for part in parts]
+            found[tag] = [by_name[str(part)] for part in parts]
         sizes = {name: sum(file.size for file in files) for name, files in found.items()}
         return dict(sorted(found.items(), key=lambda item: -sizes[item[0]]))
 
@@ -110,8 +129,11 @@ class RemoteModel:
     def pull(self, files: Sequence[RemoteFile], on_progress: OnProgress = lambda _: None) -> Path:
         """Download files that the cache lacks. Return the directory of this commit in the cache.
 
-        Raises ResourceError without disk space, which is looked for first, and MissingModelError if the hub
-        does not answer, or for a file that does not have the digest that the hub says.
+        on_progress: is called at every piece of a file; an error that it raises ends the pull, of which the
+        next one goes on.
+
+        Raises ResourceError without disk space, which is looked for first, and HubError if the hub does not
+        answer, or for a file that does not have the digest that the hub says.
         """
         folder = hub_cache() / f"models--{self.name.replace('/', '--')}"
         blobs = folder / "blobs"
@@ -185,7 +207,7 @@ class _Download:
         unfinished = _unfinished(self._blob)
         while not self._blob.exists():
             with unfinished.open("a+b") as part:
-                fcntl.flock(part, fcntl.LOCK_EX)
+                _lock(part, on_size)
                 if not _is_at(unfinished, part):  # another process has finished or removed it
                     continue
                 self._fill(part, on_size)
@@ -201,19 +223,20 @@ class _Download:
             try:
                 with _telling_reasons(self._model.name):
                     self._fetch(part, size, on_size)
-            except MissingModelError:
+            except HubError:
                 got = part.seek(0, os.SEEK_END)
                 if got == size or tries >= _TRIES:
                     raise
             else:
                 if part.seek(0, os.SEEK_END) == size:
-                    raise MissingModelError(
+                    raise HubError(
                         f"{self._model.name}: {self._file.name} ends at {size:,} of {self._file.size:,} "
                         "bytes; pull it again"
                     )
 
     def _fetch(self, part: BinaryIO, begin: int, on_size: Callable[[int], None]) -> None:
         from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import hf_raise_for_status
         from huggingface_hub.utils._headers import build_hf_headers
         from huggingface_hub.utils._http import get_session
 
@@ -224,7 +247,7 @@ class _Download:
         with get_session().stream(
             "GET", url, headers=headers, follow_redirects=True, timeout=30.0
         ) as response:
-            response.raise_for_status()
+            hf_raise_for_status(response)
             if begin and response.status_code != 206:  # it sends the whole file
                 part.truncate(0)
                 begin = 0
@@ -248,7 +271,7 @@ class _Download:
             digest = sha1.hexdigest()
         if digest != file.digest:
             _unfinished(self._blob).unlink()
-            raise MissingModelError(
+            raise HubError(
                 f"{self._model.name}: {file.name} came with the digest {digest[:12]}…, and the hub says "
                 f"{file.digest[:12]}…; it was removed, pull it again"
             )
@@ -274,6 +297,17 @@ def _unfinished(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.paged-part")
 
 
+def _lock(part: BinaryIO, on_size: Callable[[int], None]) -> None:
+    """Lock an unfinished file, and tell its size while another process downloads it."""
+    while True:
+        try:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            on_size(os.fstat(part.fileno()).st_size)
+            time.sleep(_LOOK_S)
+
+
 def _is_at(path: Path, file: BinaryIO) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
@@ -290,20 +324,33 @@ def _size_of(path: Path) -> int:
 
 @contextmanager
 def _telling_reasons(name: str) -> Iterator[None]:
-    """Turn what the hub and the network raise into one MissingModelError."""
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    """Turn what the hub and the network raise into one HubError."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     any_http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
     try:
         yield
+    except GatedRepoError:
+        raise HubError(
+            f"{name} is gated: accept its terms on the hub, and give the token of your account "
+            "(HF_TOKEN, or hf auth login)",
+            status=403,
+        ) from None
     except RepositoryNotFoundError:
-        raise MissingModelError(
-            f"the hub has no model {name!r}, or your token may not see it (HF_TOKEN, or hf auth login)"
+        raise HubError(
+            f"the hub has no model {name!r}, or your token may not see it (HF_TOKEN, or hf auth login)",
+            status=404,
         ) from None
     except (any_http_error, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MissingModelError(f"{name} cannot be fetched from the hub: {reason}") from None
+        raise HubError(f"{name} cannot be fetched from the hub: {reason}", _status_of(error)) from None
     except OSError as error:
         if error.filename is not None or (error.errno is not None and not isinstance(error, ConnectionError)):
             raise  # of the disk
-        raise MissingModelError(f"{name} cannot be fetched from the hub: {error}") from None
+        raise HubError(f"{name} cannot be fetched from the hub: {error}") from None
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the status of an answer of the hub that refuses; that of a failed gateway for all others."""
+    status = getattr(getattr(error, "response", None), "status_code", 502)
+    return {401: 403, 403: 403, 404: 404}.get(status, 502)

@@ -11,16 +11,54 @@ from ..answers.usage import Usage
 from ..jobs import finite
 
 
+class Indented:
+    """A text that ends before a line that is indented by fewer than `least` spaces and tabs.
+
+    The first line, which goes on with the prompt's, may have any. An empty line has none.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._indent: int | None = None  # of the line, as far as it is known; None behind its beginning
+        self.has_ended = False
+
+    def take(self, text: str) -> str:
+        """Return the part of the next piece of text that belongs to it."""
+        if self.has_ended or not self._least:
+            return "" if self.has_ended else text
+        for i, char in enumerate(text):
+            if self._indent is not None and char in " \t":
+                self._indent += 1
+                continue
+            if self._indent is not None and self._indent < self._least:
+                self.has_ended = True
+                return text[:i]
+            self._indent = 0 if char == "\n" else None
+        return text
+
+
 class NativeChunks(Chunks):
     """The events of a streamed completion of llama.cpp's, which also build the whole answer.
 
     num_probs: how many of the most likely tokens are listed at each position; None without any.
+    is_empty: whether the answer has no token, as the request has only computed its prompt.
+    least_indent: see `Indented`.
     """
 
     ENDS_WITH_DONE: ClassVar[bool] = False
 
-    def __init__(self, head: Head, form: Form, *, num_probs: int | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        form: Form,
+        *,
+        num_probs: int | None,
+        is_empty: bool = False,
+        least_indent: int = 0,
+    ) -> None:
         super().__init__(head, form, Usage(tells_cached=True))
+        self._is_empty = is_empty
+        self._indented = Indented(least_indent)
         self._model = head.model
         self._num_probs = num_probs
         self._texts: list[str] = []
@@ -40,23 +78,30 @@ class NativeChunks(Chunks):
         """Return the event of a delta."""
         if completion.finish_reason is not None:
             self._last = completion
+        if self._is_empty or self._indented.has_ended:
+            return []
         tokens = [*completion.token_ids]
-        self._texts.append(completion.text)
+        text = self._indented.take(completion.text)
+        self._texts.append(text)
         self._tokens += tokens
         probabilities = [self._place(place) for place in completion.logprobs or ()]
         self._probabilities += probabilities
-        if not (completion.text or tokens):
+        if not (text or tokens):
             return []
         made = {
             "index": choice,
-            "content": completion.text,
+            "content": text,
             "tokens": tokens,
             "stop": False,
             "id_slot": 0,
-            "tokens_predicted": self.usage.num_new,
+            "tokens_predicted": self._num_new,
             "tokens_evaluated": self.usage.num_prompt,
         }
         return [{**made, "completion_probabilities": probabilities} if probabilities else made]
+
+    @property
+    def _num_new(self) -> int:
+        return 0 if self._is_empty else self.usage.num_new
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the last event, without text."""
@@ -77,7 +122,8 @@ class NativeChunks(Chunks):
         last = self._last
         assert last is not None, "the answer has not ended"
         word = last.stop_reason if isinstance(last.stop_reason, str) else ""
-        stop_type = "limit" if last.finish_reason == "length" else ("word" if word else "eos")
+        is_cut = self._is_empty or self._indented.has_ended or last.finish_reason == "length"
+        stop_type = "limit" if is_cut else ("word" if word else "eos")
         made: dict[str, Any] = {
             "index": 0,
             "content": content,
@@ -85,14 +131,14 @@ class NativeChunks(Chunks):
             "id_slot": 0,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": self.usage.num_new,
+            "tokens_predicted": self._num_new,
             "tokens_evaluated": self.usage.num_prompt,
             "tokens_cached": self.usage.num_cached or 0,
             "prompt": self._prompt,
             "has_new_line": "\n" in "".join(self._texts),
             "truncated": False,
             "stop_type": stop_type,
-            "stopping_word": word,
+            "stopping_word": "" if is_cut else word,
             "timings": self._timings(),
         }
         return {**made, "completion_probabilities": [*probabilities]} if probabilities else made
@@ -106,7 +152,7 @@ class NativeChunks(Chunks):
         num_cached = self.usage.num_cached or 0
         parts = {
             "prompt": (self.usage.num_prompt - num_cached, times.first_token_time - begun),
-            "predicted": (self.usage.num_new, times.finished_time - times.first_token_time),
+            "predicted": (self._num_new, times.finished_time - times.first_token_time),
         }
         found: dict[str, Any] = {"cache_n": num_cached}
         for name, (count, seconds) in parts.items():

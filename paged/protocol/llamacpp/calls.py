@@ -38,16 +38,24 @@ _SAMPLED = (
 )
 _ANSWER = [
     *COMMON_FIELDS,
-    Field("n_predict", Integer(-2), "most tokens to generate; -1 and -2: up to the context's end"),
+    Field(
+        "n_predict",
+        Integer(-2),
+        "most tokens to generate; -1 and -2: up to the context's end; 0: the prompt is cached alone",
+    ),
+    Field("n_indent", Integer(0), "the text ends before a line that is indented by fewer spaces and tabs"),
     *(_OPTIONS[name] for name in (*_SAMPLED, "mirostat", "mirostat_tau", "mirostat_eta")),
     *map(sampling_field, ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers")),
+    sampling_field("dry_penalty_last_n"),
     *map(sampling_field, ("ignore_eos", "top_n_sigma", "logit_bias", "timeout_s")),
     Field("grammar", Text(), "a grammar in GBNF that the answer matches"),
     Field("json_schema", JSONObject('{"type": "object"}'), "the JSON schema of the answer"),
     Field("n_probs", Integer(0, MAX_TOP_LOGPROBS), "list so many of the most likely tokens at each position"),
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
     *ignored("cache_prompt n_cache_reuse", "prefixes are always cached"),
-    *ignored("id_slot", "requests have no slots"),
+    *ignored("id_slot slot_id", "requests have no slots"),
+    *ignored("penalize_nl", "newlines count as other tokens"),
+    *ignored("api_key", "keys are sent as headers"),
     *ignored("n_keep n_discard", "no tokens of a prompt are dropped"),
     *ignored("samplers min_keep", "the order of filters is this engine's own"),
     *ignored("timings_per_token return_tokens", "the last event has the times, and each its tokens"),
@@ -56,7 +64,7 @@ _ANSWER = [
     *refused("xtc_probability dynatemp_range", "they are not implemented", 0, 0.0),
     *ignored("xtc_threshold dynatemp_exponent", "XTC and dynamic temperatures are not implemented"),
     *refused("n_cmpl n", "/v1/completions has several samples", 1),
-    *refused("n_indent", "it is not implemented", 0),
+    *refused("tfs_z", "it is not implemented; see min_p", 1, 1.0),
     *refused("lora", "a LoRA adapter is chosen by its name as model: see docs/lora.md", []),
     *refused("image_data multimodal_data", f"{MARKED} shows images", []),
 ]
@@ -84,6 +92,7 @@ _EXTRA = FieldTable(
     [
         Field("text", Text(), "the text of another file", required=True),
         Field("filename", Text(), "its name"),
+        *ignored("time", "the files stand in the order in which they are given"),
     ],
 )
 _FILES = ListOf(ObjectOf(_EXTRA), longest=MAX_FILES)
@@ -120,8 +129,11 @@ class NativeCall(AnswerCall):
         values = self.values
         # A number may be off here that SamplingParams has no such value for.
         own = {name: values[name] for name in _SAMPLED if name in values}
+        self.least_indent = values.get("n_indent", 0)
+        # Of a body that only warms the cache, a token is generated that the answer lacks.
+        self._warms = values.get("n_predict") == 0
         if "n_predict" in values:
-            own["num_predict"] = values["n_predict"]
+            own["num_predict"] = values["n_predict"] or 1
         for name in _SAMPLED:
             self.sampling.pop(name, None)
         with self.NAMES.in_errors():
@@ -163,7 +175,13 @@ class NativeCall(AnswerCall):
 
     def chunks(self, identity: str, created: int, model: str) -> NativeChunks:
         """Return what makes the events of the answer."""
-        return NativeChunks(Head(identity, "completion", created, model), Form(), num_probs=self._num_probs)
+        return NativeChunks(
+            Head(identity, "completion", created, model),
+            Form(),
+            num_probs=self._num_probs,
+            is_empty=self._warms,
+            least_indent=self.least_indent,
+        )
 
 
 def _with_images(text: ModelText, prompt: str, images: Sequence[str]) -> Prompt:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import RequestError
-from ...base.fields import Field, FieldTable, ignored
+from ...base.fields import Field, FieldTable, ignored, refused
 from ...base.json_kinds import Text
 from ...base.kinds import Boolean
 from ...chat.chat_format import ChatFormat
@@ -327,19 +327,29 @@ class OllamaEmbeddingsCall(EmbeddingCall):
         return {"embedding": super().body(outputs, identity, created, model)["data"][0]["embedding"]}
 
 
-_VERBOSE = [*ignored("verbose", "all that is known is shown")]
-_OLD_NAME = Field("name", Text(1, MAX_NAME_LENGTH), "the older name of model")
-NAMED = FieldTable("/api/show", [replace(MODEL, required=False), _OLD_NAME, *_VERBOSE])
+# Clients in Go send both names, the one that they do not mean as "".
+_NAME = replace(MODEL, kind=Text(0, MAX_NAME_LENGTH), required=False)
+_OLD_NAME = Field("name", Text(0, MAX_NAME_LENGTH), "the older name of model")
+NAMED = FieldTable(
+    "/api/show",
+    [
+        _NAME,
+        _OLD_NAME,
+        *ignored("verbose", "all that is known is shown"),
+        *ignored("options", "a model is shown as it is"),
+        *refused("system template", "models.toml has those of a model", ""),
+    ],
+)
 PULL = FieldTable(
     "/api/pull",
     [
-        replace(MODEL, required=False, meaning="a model of the hub: owner/name or owner/name:QUANT"),
+        replace(_NAME, meaning="a model of the hub: owner/name or owner/name:QUANT"),
         _OLD_NAME,
         Field("stream", Boolean(), "send lines of JSON with the progress, by default true"),
         *ignored("insecure username password", "the hub is Hugging Face's, and its key is HF_TOKEN"),
     ],
 )
-DELETE = FieldTable("/api/delete", [replace(MODEL, required=False), _OLD_NAME])
+DELETE = FieldTable("/api/delete", [_NAME, _OLD_NAME])
 COPY = FieldTable(
     "/api/copy",
     [
@@ -362,8 +372,8 @@ class NamedCall(Call):
     @property
     def name(self) -> str:
         """The name of the model. Raises RequestError if it is missing."""
-        name = self.values.get("model", self.values.get("name"))
-        if name is None:
+        name = self.values.get("model") or self.values.get("name")
+        if not name:
             raise RequestError("model is missing", param="model")
         return str(name)
 

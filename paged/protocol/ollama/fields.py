@@ -37,7 +37,8 @@ OPTIONS = FieldTable(
         *ignored("mirostat_tau mirostat_eta", "mirostat is not implemented"),
         *ignored("penalize_newline", "newlines count as other tokens"),
         *ignored("num_keep", "no tokens of a conversation are dropped"),
-        *ignored("numa num_batch num_gpu main_gpu num_thread", _AT_LOAD),
+        *ignored("numa num_batch num_gqa num_gpu main_gpu num_thread", _AT_LOAD),
+        *refused("rope_frequency_base rope_frequency_scale", "the checkpoint's own are taken"),
         *ignored("low_vram f16_kv use_mmap use_mlock", _AT_LOAD),
         *refused("logits_all vocab_only embedding_only", _AT_LOAD, False),
     ],
@@ -96,6 +97,10 @@ _ANSWER = [
         Integer(0, MAX_TOP_LOGPROBS),
         "report this many most likely tokens at each position, too; needs logprobs",
     ),
+    *ignored(
+        "truncate shift", "nothing is cut from a prompt, and no tokens are dropped; too long is an error"
+    ),
+    *refused("_debug_render_only", "see /apply-template", False),
 ]
 _CALLED = FieldTable(
     "a called function",
@@ -122,6 +127,7 @@ MESSAGE = FieldTable(
         Field("thinking", Text(), "the assistant's reasoning"),
         Field("tool_calls", ListOf(ObjectOf(_CALL)), "calls that the assistant made"),
         Field("tool_name", Text(), "the function whose result a tool's message has"),
+        Field("name", Text(), "the older name of tool_name"),
         Field("tool_call_id", Text(), "the call that a tool's message answers"),
         *_IMAGES,
     ],

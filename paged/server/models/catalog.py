@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from ...base.errors import CheckpointError, ConfigError
 from ...checkpoints.library.local import LocalModel, find_local, local_models
-from ...checkpoints.library.models_file import ModelEntry, ModelsFile
+from ...checkpoints.library.models_file import ModelEntry, ModelsFile, version_of
 from ...checkpoints.library.names import entry_of, located
 from ..front_end import LATEST_TAG
+
+SETTLED_S = 1.0  # after a change of the file of models, until a model that it lacks is taken for removed
 
 
 class Catalog:
     """The models of a server: those that it was given by name, or all of a file and of the hub's cache.
 
     names: the names that were given; none for all.
-    file: the file of models, which `reload` reads again.
+    file: the file of models, which `reload` reads again, and `refresh` when it has changed.
 
     Raises ConfigError for two models of one name, and for a wrong file.
     """
 
     def __init__(self, names: Iterable[str], file: ModelsFile) -> None:
         self.file = file
+        self._wrong: tuple[int, ...] | None = None  # the version of a file that was wrong
         self._names = [*names]
         self._given = given_entries(self._names, file)
 
@@ -59,11 +63,32 @@ class Catalog:
                 return found
         return None
 
+    def refresh(self) -> bool:
+        """Read the file of models again if it has changed. Return whether it was read.
+
+        If it is wrong, raise ConfigError, once for each change, and keep the earlier models.
+        """
+        version = version_of(self.file.path)
+        if version in (None, self.file.version, self._wrong):  # of a file that is gone, the models stay
+            return False
+        assert version is not None
+        self._wrong = version
+        file = ModelsFile(self.file.path)
+        age = time.time() - version[-1] / 1e9
+        if self.file.entries.keys() - file.entries.keys() and 0 <= age < SETTLED_S:
+            self._wrong = None  # an editor may be writing it: look again
+            return False
+        self._take(file)
+        return True
+
     def reload(self) -> None:
         """Read the file of models again. If it is wrong, raise ConfigError and keep the earlier models."""
-        file = ModelsFile(self.file.path)
+        self._take(ModelsFile(self.file.path))
+
+    def _take(self, file: ModelsFile) -> None:
         self._given = given_entries(self._names, file)
         self.file = file
+        self._wrong = None
 
 
 def given_entries(names: Iterable[str], file: ModelsFile) -> dict[str, ModelEntry]:

@@ -172,10 +172,28 @@ class Lobby:
     # Models
 
     def names_for(self, key: KeyUsage | None) -> list[str]:
-        """Return the names of the models that requests with this key may use."""
+        """Return the names of the models that requests with this key may use, after a look at models.toml."""
+        self._refresh()
         allowed = None if key is None else key.entry.models
         names = [entry.name for entry in self.catalog.entries()]
         return names if allowed is None else [name for name in names if name in allowed]
+
+    def _refresh(self) -> None:
+        """Read models.toml again if it has changed. What is wrong is logged once, and changes nothing."""
+        try:
+            if self.catalog.refresh():
+                self._unload_unknown()
+                announce(f"{self.catalog.file.path} has changed, and was read again")
+        except PagedError as error:
+            logger.error(
+                "%s has changed, but is not in force, what was before is: %s", self.catalog.file.path, error
+            )
+
+    def _unload_unknown(self) -> None:
+        """Unload the models that no request can name any more."""
+        for name in [*self.loaded]:
+            if self.catalog.find(name) is None:
+                self.host.unload(name)
 
     def entry_of(self, name: object, key: KeyUsage | None) -> ModelEntry:
         """Return the model that a request names. Raises HttpError if there is none, or not for its key."""
@@ -200,6 +218,11 @@ class Lobby:
                 code="model_not_found",
             )
         return entry
+
+    def context_of(self, entry: ModelEntry) -> int | None:
+        """Return the longest context that a load gives a model: of its last load, else by its options."""
+        context: int | None = self.lengths.get(entry.name) or self._engine_options(entry).get("max_model_len")
+        return context
 
     @property
     def loaded(self) -> dict[str, LoadedModel]:
@@ -358,9 +381,7 @@ class Lobby:
         async def reload() -> None:
             try:
                 self.catalog.reload()
-                for name in [*self.loaded]:
-                    if self.catalog.find(name) is None:  # no request can name it any more
-                        self.host.unload(name)
+                self._unload_unknown()
                 more = ""
                 if self.shared.keys is not None:
                     more = f", the keys file too: {await self.reload_keys()} keys"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import re
+import threading
+from collections.abc import Mapping
 from typing import Any
 
-from ...base.errors import CheckpointError, ConfigError, PagedError, RequestError
+from ...base.errors import CheckpointError, ConfigError, PagedError, RequestError, ResourceError
 from ...base.validation import shown
 from ...checkpoints.library.local import find_local, remove_local
 from ...checkpoints.library.models_file import ModelEntry
-from ...checkpoints.library.pull import Progress, RemoteFile, RemoteModel
+from ...checkpoints.library.pull import HubError, Progress, RemoteFile, RemoteModel, without_hub
 from ...protocol.endpoints import (
     DEFAULT_LIMITS,
     GET_LMSTUDIO_MODEL,
@@ -34,7 +36,6 @@ from .lobby import Lobby
 
 PREFERRED = "Q4_K_M"  # of several GGUF files, where a client names none: as Ollama's models
 TELL_S = 0.25  # between two lines of a pull
-_HUBS = ("hf.co/", "huggingface.co/")  # before a name, as Ollama's users write it
 
 
 def _visible(lobby: Lobby, exchange: Exchange) -> list[ModelEntry]:
@@ -95,7 +96,12 @@ class ManyShowRoute:
             template = PLAIN_TEMPLATE if template == PLAIN else ""
         shown = await asyncio.to_thread(
             lambda: shown_model(
-                entry, local_of(entry), None if front is None else front.engine, capabilities, template
+                entry,
+                local_of(entry),
+                None if front is None else front.engine,
+                capabilities,
+                template,
+                lobby.context_of(entry),
             )
         )
         await exchange.respond_json(200, shown)
@@ -137,7 +143,10 @@ def check_may_change(lobby: Lobby, exchange: Exchange) -> None:
 
 
 class PullRoute:
-    """Downloads a model of the hub, and tells the progress as lines of JSON."""
+    """Downloads a model of the hub, and tells the progress as lines of JSON.
+
+    A pull whose client goes ends; the next one of the same model goes on where it stopped.
+    """
 
     def __init__(self, lobby: Lobby) -> None:
         self._lobby = lobby
@@ -146,69 +155,128 @@ class PullRoute:
         check_may_change(self._lobby, exchange)
         call = await exchange.read_json(lambda body: parse_call(POST_OLLAMA_PULL.path, body))
         assert isinstance(call, NamedCall)
+        name = hub_name(call.name)
         async with until_disconnect(exchange):
-            if call.stream:
-                await self._stream(exchange, call.name)
-            else:
-                await in_thread(lambda: pulled(call.name, lambda _: None))
-                await exchange.respond_json(200, {"status": "success"})
+            pull = _Pull(name, self._lobby.host.residency.memory)
+            try:
+                if call.stream:
+                    await self._stream(exchange, pull)
+                else:
+                    await in_thread(pull.run)
+                    await exchange.respond_json(200, {"status": "success"})
+            except PagedError as error:
+                raise HttpError(_status_of(error), str(error), param="model") from None
+            finally:
+                pull.stop()
 
-    async def _stream(self, exchange: Exchange, name: str) -> None:
+    async def _stream(self, exchange: Exchange, pull: _Pull) -> None:
+        """Send the lines of a pull. An error is a line, too, as in Ollama: the status has been sent."""
         response = StreamedResponse(exchange, JSON_LINES)
-        told: list[dict[str, Any]] = []
-        pulling = asyncio.ensure_future(in_thread(lambda: pulled(name, told.append)))
-        sent = 0
+        await response.write(encode_json({"status": "pulling manifest"}) + b"\n")
+        pulling = asyncio.ensure_future(in_thread(pull.run))
+        last_line = {"status": "success"}
         try:
-            while not pulling.done() or sent < len(told):
-                await asyncio.wait([pulling], timeout=TELL_S)
-                lines = told[sent:]
-                sent += len(lines)
-                last = len(lines) - 1
-                for i, line in enumerate(lines):
-                    # Of many steps of one file the last is enough.
-                    if i == last or "completed" not in line:
-                        await response.write(encode_json(line) + b"\n")
+            is_done = False
+            while not is_done:
+                is_done = bool((await asyncio.wait([pulling], timeout=TELL_S))[0])
+                for line in pull.take():
+                    await response.write(encode_json(line) + b"\n")
             pulling.result()
         except PagedError as error:
-            if not response.has_begun:
-                raise
-            await response.write(encode_json({"error": str(error)}) + b"\n", more=False)
-            return
-        await response.write(encode_json({"status": "success"}) + b"\n", more=False)
+            last_line = {"error": str(error)}
+        finally:
+            pulling.cancel()
+        await response.write(encode_json(last_line) + b"\n", more=False)
 
 
-def pulled(name: str, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Download a model of the hub. tell: gets the lines of the progress.
+def _status_of(error: PagedError) -> int:
+    """Return the status of a pull that failed."""
+    if isinstance(error, HubError):
+        return error.status
+    if isinstance(error, ResourceError):
+        return 507
+    return 404  # the repository has no model, or none of this quantisation
 
-    Raises RequestError for a name that cannot be pulled, and the errors of `RemoteModel.pull`.
-    """
-    for hub in _HUBS:
-        name = name.removeprefix(hub)
-    repository, _, quantisation = name.removesuffix(LATEST_TAG).partition(":")
-    if "/" not in repository:
+
+def hub_name(name: str) -> str:
+    """Return owner/name or owner/name:QUANT for a name of a client. Raises RequestError for other names."""
+    name = without_hub(name).removesuffix(LATEST_TAG)
+    if "/" not in name.partition(":")[0]:
         raise RequestError(
             f"{name} is a name of Ollama's registry, and models come from the hub: give owner/name or "
             "owner/name:QUANT",
             param="model",
         )
-    remote = RemoteModel(repository)
-    tell({"status": "pulling manifest"})
-    chosen = quantisation or _preferred(remote)
-    files = remote.files_of(chosen)
-
-    def on_progress(progress: Progress) -> None:
-        tell({"status": f"pulling {_name_of(progress.file)}", **_digest_of(progress, files)})
-
-    remote.pull(files, on_progress)
-    tell({"status": "verifying sha256 digest"})
-    tell({"status": f"pulled {repository if chosen is None else f'{repository}:{chosen}'}"})
+    return name
 
 
-def _preferred(remote: RemoteModel) -> str | None:
+class _Stopped(Exception):  # noqa: N818 - an event like CancelledError, no error
+    """A pull that was stopped. It is no PagedError, so that no part of the pull tries again."""
+
+
+class _Pull:
+    """A download of a model.
+
+    name: owner/name or owner/name:QUANT. most_bytes: of a model, where the name leaves open which.
+    """
+
+    def __init__(self, name: str, most_bytes: int) -> None:
+        self._name = name
+        self._most_bytes = most_bytes
+        self._is_stopped = False
+        self._lock = threading.Lock()
+        self._lines: list[dict[str, Any]] = []
+
+    def stop(self) -> None:
+        """Let `run` end at its next piece of a file."""
+        self._is_stopped = True
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the lines of the progress since the last call. Of the steps of one file, it has the last."""
+        with self._lock:
+            taken, self._lines = self._lines, []
+        return taken
+
+    def _tell(self, status: str, **more: Any) -> None:
+        line = {"status": status, **more}
+        with self._lock:
+            if self._lines and self._lines[-1]["status"] == status:
+                self._lines.pop()
+            self._lines.append(line)
+
+    def run(self) -> None:
+        """Download the model, in a thread. Raises CheckpointError, or what `RemoteModel.pull` raises."""
+        repository, _, quantisation = self._name.partition(":")
+        remote = RemoteModel(repository)
+        chosen = quantisation or preferred(remote, self._most_bytes)
+        files = remote.files_of(chosen)
+
+        def on_progress(progress: Progress) -> None:
+            if self._is_stopped:
+                raise _Stopped
+            self._tell(f"pulling {_name_of(progress.file)}", **_digest_of(progress, files))
+
+        remote.pull(files, on_progress)
+        self._tell("verifying sha256 digest")
+        self._tell(f"pulled {repository if chosen is None else f'{repository}:{chosen}'}")
+
+
+def preferred(remote: RemoteModel, most_bytes: int) -> str | None:
+    """Return the quantisation that Ollama would take, else one of as many bits, else the largest that fits.
+
+    None stands for safetensors.
+    """
     quantisations = remote.quantisations
     if remote.has_safetensors or not quantisations:
         return None
-    return PREFERRED if PREFERRED in quantisations else next(iter(quantisations))
+    for like in (PREFERRED, f"UD-{PREFERRED}", ".*q4_k.*", ".*q4.*"):
+        for name in quantisations:
+            if re.fullmatch(like, name, re.IGNORECASE):
+                return name
+    fitting = [
+        name for name, files in quantisations.items() if sum(each.size for each in files) <= most_bytes
+    ]
+    return (fitting or [*quantisations][-1:])[0]
 
 
 def _name_of(file: RemoteFile) -> str:

@@ -38,7 +38,8 @@ export async function request(path, { key, body, signal, id } = {}) {
   const text = await response.text();
   let message = text || `status ${response.status}`;
   try {
-    message = JSON.parse(text).error.message;
+    const { error } = JSON.parse(text);
+    message = error.message ?? error; // Ollama's API has the text alone
   } catch {
     // A proxy may answer with something else than JSON.
   }

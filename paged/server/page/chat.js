@@ -1,7 +1,7 @@
 // A chat: conversations as trees of messages, answers that stream, parameters, and log-probabilities on hover.
 
 import { events, explain, keyOf, node, number, request } from "./api.js";
-import { Conversation, asSent, keptConversations } from "./conversations.js";
+import { Conversation, asSent, imported, keptConversations } from "./conversations.js";
 import { copyButton, rendered } from "./markdown.js";
 
 const PATIENCE_MS = 2000; // without a token, until the page says what it waits for
@@ -9,6 +9,7 @@ const NUM_TOP = 5;
 const NUMBERS = ["temperature", "top_p", "min_p", "max_tokens", "seed"];
 const WHOLE = ["max_tokens", "seed"];
 const DRAW_SHARE = 0.25; // of the time that Markdown may take while an answer comes
+const MOST_IMPORTED = 2 ** 23; // bytes of a file: a browser keeps about 5 MB for a site
 const AT_END = 40; // pixels from the end of the messages at which they go on scrolling
 
 const $ = (id) => document.getElementById(id);
@@ -43,6 +44,8 @@ export function startChat(chosenModel, onNoKey, onAnswer) {
   });
   $("stop").addEventListener("click", () => runs.get(conversation.path().at(-1))?.abort());
   $("export").addEventListener("click", download);
+  $("import").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", upload);
   $("clear").addEventListener("click", () => open(new Conversation()));
   $("forget").addEventListener("click", () => {
     for (const each of conversation.nodes.values()) runs.get(each)?.abort();
@@ -63,6 +66,7 @@ export function startChat(chosenModel, onNoKey, onAnswer) {
 function open(chosen, kept = keptConversations()) {
   const known = [...runs.keys()].map((each) => views.get(each).conversation).find(({ id }) => id === chosen.id);
   conversation = known ?? chosen; // the one that gets an answer now
+  $("unread").hidden = true;
   $("system").value = conversation.system;
   listChats(kept);
   draw();
@@ -139,6 +143,21 @@ function download() {
   link.download = "conversation.json";
   link.click();
   URL.revokeObjectURL(link.href);
+}
+
+// Open a conversation from a file as a new one, or say why it cannot be.
+async function upload() {
+  const [file] = $("file").files;
+  if (!file) return;
+  try {
+    if (file.size > MOST_IMPORTED) throw new Error(`it has ${number(file.size)} bytes; ${number(MOST_IMPORTED)} is the most`);
+    open(imported(await file.text()));
+    keep();
+  } catch (error) {
+    $("unread").textContent = `${file.name} cannot be imported: ${error.message}`;
+    $("unread").hidden = false;
+  }
+  $("file").value = ""; // so that the same file can be chosen again
 }
 
 // An answer that was stopped or refused before its first token says nothing to a model.

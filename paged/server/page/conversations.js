@@ -99,6 +99,84 @@ export function keptConversations() {
   return found.sort((a, b) => b.updated - a.updated);
 }
 
+// Import
+
+const ROLES = ["user", "assistant", "tool"];
+const MOST_MESSAGES = 10_000;
+const TEXTS = ["content", "reasoning", "tool_call_id", "model", "note", "error"];
+
+// Return the conversation of a file that "Export" wrote, or of messages in the form of a body's, as a new one.
+// Throws an Error that says what is wrong.
+export function imported(text) {
+  let kept;
+  try {
+    kept = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`it is not JSON: ${error.message}`);
+  }
+  const given = [kept?.nodes, kept?.messages, kept].find(Array.isArray);
+  if (!given) throw new Error("it is not a conversation: there are neither nodes nor messages");
+  if (given.length > MOST_MESSAGES) throw new Error(`it has ${given.length} messages; ${MOST_MESSAGES} is the most`);
+  const made = given === kept.nodes ? withBranches(kept) : ofMessages(given);
+  if (!made.nodes.size) throw new Error("there are no messages");
+  return made;
+}
+
+function withBranches({ system = "", nodes, chosen }) {
+  if (typeof system !== "string") throw new Error("system is not a text");
+  const made = new Conversation({ system });
+  nodes.forEach((each, i) => {
+    const where = `nodes[${i}]`;
+    const message = messageOf(each, where);
+    const { number, parent } = each;
+    if (!Number.isSafeInteger(number) || number < 1 || made.nodes.has(number))
+      throw new Error(`${where}.number is not a number of its own`);
+    // An earlier one, so that no message is before itself.
+    if (parent !== 0 && !made.nodes.has(parent)) throw new Error(`${where}.parent is not an earlier message, or 0`);
+    made.nodes.set(number, { number, parent, ...message });
+  });
+  const shown = chosen ?? [...made.nodes.values()].map(({ parent, number }) => [parent, number]);
+  if (!Array.isArray(shown)) throw new Error("chosen is not a list");
+  shown.forEach((each, i) => {
+    const child = made.nodes.get(each?.[1]);
+    if (!child || child.parent !== each[0]) throw new Error(`chosen[${i}] is not a message and one behind it`);
+    made.choose(child);
+  });
+  return made;
+}
+
+function ofMessages(messages) {
+  const made = new Conversation();
+  let last;
+  messages.forEach((each, i) => {
+    const where = `messages[${i}]`;
+    if (each?.role === "system" && i === 0 && typeof each.content === "string") made.system = each.content;
+    else last = made.add(last, messageOf(each, where));
+  });
+  return made;
+}
+
+// Return the fields of a message that are known, which are what the page shows and sends.
+function messageOf(given, where) {
+  if (!ROLES.includes(given?.role)) throw new Error(`${where}.role is not one of ${ROLES.join(", ")}`);
+  const message = { role: given.role, content: "" };
+  for (const name of TEXTS) {
+    const value = given[name];
+    if (value === undefined || value === null) continue;
+    if (typeof value !== "string") throw new Error(`${where}.${name} is not a text`);
+    message[name] = value;
+  }
+  if (given.tool_calls === undefined || given.tool_calls === null) return message;
+  if (!Array.isArray(given.tool_calls)) throw new Error(`${where}.tool_calls is not a list`);
+  message.tool_calls = given.tool_calls.map((call, i) => {
+    const { name, arguments: own } = call?.function ?? {};
+    if ([call?.id, name, own].some((each) => typeof each !== "string"))
+      throw new Error(`${where}.tool_calls[${i}] has no id, or no function with a name and arguments as texts`);
+    return { id: call.id, type: "function", function: { name, arguments: own } };
+  });
+  return message;
+}
+
 // Return a message as the body of a request has it.
 export function asSent({ role, content, tool_calls: calls, tool_call_id: id }) {
   const message = { role, content: content || (calls ? null : "") };
