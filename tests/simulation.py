@@ -76,7 +76,14 @@ from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 from paged.scheduler.waiting import Need, Room
-from tests.support.simulated_towers import MARKER, random_tower, seen_tokens, vision_of, with_images
+from tests.support.simulated_towers import (
+    MARKER,
+    last_keys_of,
+    random_tower,
+    seen_tokens,
+    vision_of,
+    with_images,
+)
 
 STEPS = 2_000_000
 NO_PARAMS = SamplingParams()
@@ -870,6 +877,7 @@ class World:
             self.load_adapters(made.computed, schedule.requests)
         self.work_on_images(plan)
         seen = self.tower.see(plan)
+        assert (plan.last_keys is not None) is bool(seen and self.sees_itself), "an image sees itself or not"
         first = 0
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
@@ -884,6 +892,10 @@ class World:
         for row, (request, seat, start, n) in enumerate(rows):
             assert 0 < n <= self.max_chunk
             tokens = embedded(told.get(row) or [self.last_tokens[seat]], first, seen)
+            if plan.last_keys is not None:
+                assert plan.last_keys[first : first + n] == last_keys_of(request, start, n), (
+                    "not a whole image"
+                )
             first += n
             assert len(tokens) == n, "the device has not got the tokens of the step"
             ends[seat] = start + n

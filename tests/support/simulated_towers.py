@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import zlib
+from array import array
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import cast
@@ -68,6 +69,14 @@ def seen_tokens(request: Request) -> list[int]:
         for number, at in enumerate(places):
             tokens[at] = embedding(image.sha256, number)
     return tokens
+
+
+def last_keys_of(request: Request, start: int, count: int) -> array[int]:
+    """Return the last position that each of a request's tokens sees, where images see themselves."""
+    ends = [(image.start, image.end) for image in request.inputs.images]
+    return array(
+        "i", [next((e - 1 for s, e in ends if s <= at < e), at) for at in range(start, start + count)]
+    )
 
 
 class SimulatedTower:
