@@ -19,6 +19,11 @@ In some worlds requests have adapters, of which a step has few. The device copie
 is launched, and a row must find its own in the slot that the step names. An adapter is part of the namespace,
 so what is read tells whether a block was shared between two.
 
+In some worlds prompts have images, which a tower sees layer by layer beside the tokens of others. In place of
+a placeholder, a slot takes a hash of its image, so what is read tells whether a row has got the embedding of
+its own image, and whether a block was shared between two images. The tower must take no more of a step than
+the tokens beside it leave, compute nothing twice, and hold nothing that no request waits for.
+
 Some worlds have several ranks: the others have the driver's messages alone, compute them later, and then hold
 what the first one holds. In some of one rank, steps in flight have the same requests: the device draws tokens
 from what it reads when a step is launched, long before the scheduler knows them.
@@ -58,6 +63,7 @@ from paged.requests.request import (
     NO_ADAPTER,
     NO_MASK,
     SLOW_READER,
+    PromptImage,
     Request,
     RequestInputs,
     RequestStatus,
@@ -70,6 +76,14 @@ from paged.scheduler.policies import POLICIES, new_policy
 from paged.scheduler.schedule import Schedule, StepOutput
 from paged.scheduler.scheduler import Scheduler
 from paged.scheduler.waiting import Need, Room
+from tests.support.simulated_towers import (
+    MARKER,
+    last_keys_of,
+    random_tower,
+    seen_tokens,
+    vision_of,
+    with_images,
+)
 
 STEPS = 2_000_000
 NO_PARAMS = SamplingParams()
@@ -85,6 +99,7 @@ AHEAD = 2**45
 STATES = 2**46
 FORKS = 2**47
 ADAPTERS = 2**48
+IMAGES = 2**49
 UNWRITTEN = b"\xff"
 MOST_DRAFTS = 9
 MOST_PLACES = 2 * (1 + MOST_DRAFTS)  # of a seat's tokens of runs: as many as the engine has
@@ -121,7 +136,7 @@ class Truth:
         """Return the value of the namespace, then those of num_tokens slots."""
         if request.namespace != self.namespace:  # it has grown long: all its values are others
             self.namespace, self.values = request.namespace, Truth.begin(request).values
-        for token in request.token_ids[len(self.values) - 1 : num_tokens]:
+        for token in seen_tokens(request)[len(self.values) - 1 : num_tokens]:
             self.values.append(slot_value(self.values[-1], token))
         return self.values
 
@@ -236,9 +251,12 @@ class WatchedScheduler(Scheduler):
 
     def has_lost_blocks(self, request: Request) -> bool:
         """Return whether a waiting request finds fewer cached tokens than it was to begin with, or waits for
-        a snapshot that this step leaves behind.
+        a snapshot that this step leaves behind, or for its images.
         """
         if request.blocks.is_due:
+            return True
+        seen = {sha256 for sha256, each in self.towers._active.items() if each.is_done} if self.towers else ()
+        if any(image.end > self.num_cached and image.sha256 not in seen for image in request.inputs.images):
             return True
         return self._queue.need(request).num_computed_tokens < self.num_cached
 
@@ -253,6 +271,7 @@ class Follower:
         self.last_tokens = [0] * world.max_num_seqs
         self.tables = [[array("i") for _ in world.windows] for _ in range(world.max_num_seqs)]
         self.states = copy.deepcopy(world.states)
+        self.tower = copy.deepcopy(world.tower)
         # Messages, and by row what the values of the slots of a request begin with.
         self.inbox: deque[tuple[bytes, dict[int, int]]] = deque()
         self.num_done = 0
@@ -267,11 +286,13 @@ class Follower:
         move_blocks(plan, self.memory, self.host)
         if self.states is not None:
             self.states.move(plan)
+        self.tower.work(plan.towers)
         told = tell_seats(plan, self.last_tokens, self.tables)
+        seen = self.tower.see(plan)
         for row, (seat, start, count) in enumerate(zip(plan.seats, plan.starts, plan.counts, strict=True)):
             if row < plan.num_decodes:
                 self.last_tokens[seat] = plan.last_tokens[row]
-            tokens = told.get(row) or [self.last_tokens[seat]]
+            tokens = embedded(told.get(row) or [self.last_tokens[seat]], sum(plan.counts[:row]), seen)
             assert len(tokens) == count, "a follower has not got the tokens of the step"
             for table in self.tables[seat]:
                 self._write(table, start, tokens, seeds.get(row, 0))
@@ -289,6 +310,13 @@ class Follower:
             value = slot_value(value, token)
             block, at = divmod(position, size)
             self.memory[table[block]][4 * at : 4 * at + 4] = value.to_bytes(4, "little")
+
+
+def embedded(tokens: list[int], first: int, seen: dict[int, int]) -> list[int]:
+    """Return a row's tokens with its embeddings, given those of the step. first: the number of the first."""
+    found = [seen.get(number, token) for number, token in enumerate(tokens, first)] if seen else tokens
+    assert MARKER not in found, "a placeholder has no embedding"
+    return found
 
 
 def move_blocks(plan: ComputedPart, memory: list[bytearray], host: list[bytearray]) -> None:
@@ -405,9 +433,16 @@ class World:
         self.sends_bytes = seed % 4 == 0  # not always, since it takes a tenth of the time
         ranked = random.Random(seed ^ RANKS)
         num_followers = ranked.choice((1, 2)) if seed % 8 == 3 else 0
+        self.showing = random.Random(seed ^ IMAGES)
+        self.image_share = self.showing.choice((0.0, 0.0, 0.3, 0.9))  # of prompts
+        self.sees_itself = self.showing.random() < 0.4
+        self.tower, queue = random_tower(self.showing)
+        if self.image_share:
+            self.scheduler.towers = queue
         self.planner = Planner(
             self.block_size,
             len(windows),
+            vision=vision_of(sees_itself=self.sees_itself) if self.image_share else None,
             with_last_tokens=num_followers > 0,
             with_pending=self.runs_ahead,
         )
@@ -505,6 +540,12 @@ class World:
         for name in self.pins:
             self.manager.unpin(name)
         self.scheduler.check()
+        if self.scheduler.towers is not None:
+            self.scheduler.towers.begin_step([])
+            self.tower.move(self.scheduler.towers._moves)
+            self.tower.check(self.scheduler.towers)
+            assert not self.tower.held or self.tower.has_lost, "images are held without a request"
+            assert not self.tower.layers, "images are on their way without a request"
         assert not self.manager.pool.num_used, "blocks are held without a request"
         assert self.manager.host_pool.num_free == self.manager.host_pool.num_blocks, "host blocks are lost"
         return self.num_steps
@@ -520,7 +561,8 @@ class World:
     def work(self, request: Request) -> int:
         """Return the most steps in which a request can be computed."""
         times = self.max_preemptions + (1 if self.long_from is None else 2)
-        most = request.inputs.max_total_tokens * times
+        of_images = len(request.inputs.images) * (1 + self.tower.costs.num_layers)
+        most = (request.inputs.max_total_tokens + of_images) * times
         return int(most * (1 + len(request.siblings)) * self.depth / (1 - self.run_share))
 
     # Users
@@ -531,6 +573,9 @@ class World:
         prompt_len = rng.randint(1, self.longest)
         prefix = rng.choice(self.prefixes)[: rng.randint(0, prompt_len)]
         prompt = prefix + [rng.randint(1, 3) for _ in range(prompt_len - len(prefix))]
+        images = tuple[PromptImage, ...]()
+        if self.image_share and self.showing.random() < self.image_share:
+            prompt, images = with_images(self.showing, prompt, self.max_chunk)
         max_tokens = rng.randint(1, self.longest - prompt_len + 1)
         samples = rng.choice((1, 1, 1, 2, 3))
         namespace = rng.choice((b"", b"", b"salt"))
@@ -539,7 +584,9 @@ class World:
             adapter = self.adapting.randint(1, self.num_adapters)
             namespace = b"adapter %d" % adapter + namespace
         requests = [
-            self.new_request(f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace, adapter)
+            self.new_request(
+                f"{self.num_requests}-{i}", prompt, prompt_len + max_tokens, namespace, adapter, images
+            )
             for i in range(min(samples, self.max_num_seqs))
         ]
         leader = requests[0]
@@ -554,7 +601,13 @@ class World:
         self.live.update((r.request_id, (r, Truth.begin(r))) for r in requests)
 
     def new_request(
-        self, name: str, prompt: list[int], max_total: int, namespace: bytes, adapter: int
+        self,
+        name: str,
+        prompt: list[int],
+        max_total: int,
+        namespace: bytes,
+        adapter: int,
+        images: tuple[PromptImage, ...],
     ) -> Request:
         """Make a request with a random priority and tenant, and perhaps a deadline."""
         rng = self.rng
@@ -574,6 +627,8 @@ class World:
             deadline=self.now + rng.randint(1, 30) if rng.random() < 0.05 else math.inf,
             params=self.new_params(),
             adapter=adapter,
+            images=images,
+            uncut=tuple((image.start, image.end) for image in images) if self.sees_itself else (),
         )
         return Request(inputs)
 
@@ -618,6 +673,7 @@ class World:
             self.states.slots = [-1] * len(self.states.slots)
         self.pins.clear()  # with the prefix cache
         self.slots.clear()
+        self.tower.lose()
         self.scheduler.check()
         assert not any(r.num_pending for r, _ in self.live.values()), "tokens are pending without a step"
 
@@ -638,7 +694,9 @@ class World:
         self.num_requests += 1
         name, max_total = f"{self.num_requests}-f", parent.inputs.max_total_tokens
         inputs = parent.inputs
-        child = self.new_request(name, inputs.prompt_token_ids, max_total, inputs.namespace, inputs.adapter)
+        child = self.new_request(
+            name, inputs.prompt_token_ids, max_total, inputs.namespace, inputs.adapter, inputs.images
+        )
         child.token_ids = parent.token_ids.copy()
         if parent.siblings or not self.manager.fits(max_total - 1):
             return
@@ -817,6 +875,10 @@ class World:
         plan = from_bytes(to_bytes(made.computed)) if self.sends_bytes else made.computed
         if self.num_adapters:
             self.load_adapters(made.computed, schedule.requests)
+        self.work_on_images(plan)
+        seen = self.tower.see(plan)
+        assert (plan.last_keys is not None) is bool(seen and self.sees_itself), "an image sees itself or not"
+        first = 0
         assert sum(plan.counts) == schedule.num_tokens <= self.budget
         assert len(set(map(id, schedule.requests))) == len(schedule.requests), "a request is twice in a step"
         move_blocks(plan, self.memory, self.host)
@@ -829,7 +891,12 @@ class World:
         rows = zip(schedule.requests, plan.seats, plan.starts, plan.counts, strict=True)
         for row, (request, seat, start, n) in enumerate(rows):
             assert 0 < n <= self.max_chunk
-            tokens = told.get(row) or [self.last_tokens[seat]]
+            tokens = embedded(told.get(row) or [self.last_tokens[seat]], first, seen)
+            if plan.last_keys is not None:
+                assert plan.last_keys[first : first + n] == last_keys_of(request, start, n), (
+                    "not a whole image"
+                )
+            first += n
             assert len(tokens) == n, "the device has not got the tokens of the step"
             ends[seat] = start + n
             for table in self.tables[seat]:
@@ -852,6 +919,14 @@ class World:
         tables = [[table[:] for table in self.tables[seat]] for seat in (*plan.sampled_seats, *others)]
         tokens = self.draw(reads, plan.sampled_seats, tables) if self.runs_ahead else []
         self.in_flight.append((schedule, reads, plan.sampled_seats, tokens, tables))
+
+    def work_on_images(self, plan: ComputedPart) -> None:
+        """Let the tower work. Assert that it takes no more than the step's tokens leave, or one layer."""
+        cost = self.tower.work(plan.towers)
+        num_layers = sum(each.num_layers for each in plan.towers.work) if plan.towers is not None else 0
+        assert num_layers < 2 or sum(plan.counts) + cost <= self.budget + 1, "images take too much of a step"
+        if self.scheduler.towers is not None and not self.scheduler.towers._moves:
+            self.tower.check(self.scheduler.towers)
 
     def load_adapters(self, plan: ComputedPart, requests: list[Request]) -> None:
         """Copy adapters into slots. Assert that each row then finds its own, and that all have room."""

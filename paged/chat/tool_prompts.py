@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
+RESULT = "<tool_response>"
+RESULT_END = "</tool_response>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,24 @@ class ToolPrompt:
 def _add_result(shown: list[Message], message: Message) -> None:
     """Add a tool's result to the conversation, in one message with the results before it: roles alternate."""
     content = message.get("content") or ""
-    if not isinstance(content, str):
+    if not isinstance(content, str) and all("text" in part for part in content):
         content = "\n".join(part["text"] for part in content)
-    text = f"<tool_response>\n{content}\n</tool_response>"
-    if shown and shown[-1].get("role") == "user" and str(shown[-1]["content"]).endswith("</tool_response>"):
-        text = f"{shown.pop()['content']}\n{text}"
-    shown.append({"role": "user", "content": text})
+    result = _joined(RESULT, content, RESULT_END, between="\n")
+    if shown and shown[-1].get("role") == "user" and _end_of(shown[-1]["content"]).endswith(RESULT_END):
+        result = _both(shown.pop()["content"], result)
+    shown.append({"role": "user", "content": result})
+
+
+def _end_of(content: Any) -> str:
+    """Return a content's last text, if nothing is behind it."""
+    return content if isinstance(content, str) else content[-1].get("text", "")
+
+
+def _both(before: Any, after: Any) -> Any:
+    """Return one content of two, each a text or parts with images."""
+    if isinstance(before, str):
+        return _joined(before, after, "", between="\n")
+    return [*before, *(_joined("", [after], "") if isinstance(after, str) else after)]
 
 
 def _json_of(arguments: Any) -> str:

@@ -27,7 +27,7 @@ MAX_SIZE = 16384
 GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # of an image at most, as in transformers
 # Keys that say what wrote the file, or how a batch is laid out, and change no pixel.
 NEUTRAL_KEYS = (
-    *("image_processor_type", "feature_extractor_type", "processor_class", "auto_map", "_name_or_path"),
+    *("feature_extractor_type", "processor_class", "auto_map", "_name_or_path"),
     *("transformers_version", "data_format", "input_data_format", "return_tensors", "device", "backend"),
     *("disable_grouping", "default_to_square", "do_convert_rgb", "do_pad", "pad_size", "padding_mode"),
     *(
@@ -39,7 +39,17 @@ NEUTRAL_KEYS = (
         "_processor_class",
     ),
 )
-SHARED = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+TYPE_KEY = "image_processor_type"
+SHARED = (
+    TYPE_KEY,
+    "do_resize",
+    "resample",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+)
 
 
 def read_seeing(config: EngineConfig, directory: Path) -> ModelConfig:
@@ -128,6 +138,7 @@ ReadProcessing = Callable[[VisionSpec, Config, Config], ProcessingSpec]
 def processing_of(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
     """Read how images are processed. Raises CheckpointError and UnsupportedModelError, which name the key."""
     read, keys, defaults = PROCESSINGS[vision.family]
+    _check_type(vision.family, given.get(TYPE_KEY))
     known = {*NEUTRAL_KEYS, *SHARED, *keys}
     for key, value in given.items():
         if key not in known and value not in (None, False):
@@ -135,6 +146,18 @@ def processing_of(vision: VisionSpec, given: Config, beside: Config) -> Processi
                 f"{key} {shown(value)} is not supported; known are {', '.join(sorted(keys))}"
             )
     return read(vision, {**defaults, **given}, beside)
+
+
+def _check_type(family: str, given: Any) -> None:
+    """Raise UnsupportedModelError for the processor of another family, which makes other patches.
+
+    The "fast" processors are taken for those with Pillow, whose patches differ in the last bits.
+    """
+    known = PROCESSORS[family]
+    name = str(given).removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+    if given is not None and name not in known:
+        shown_names = " and ".join(f"{each}ImageProcessor" for each in known)
+        raise UnsupportedModelError(f"{TYPE_KEY} {shown(given)} is not supported; {shown_names} are")
 
 
 def _shared(given: Config) -> dict[str, Any]:
@@ -230,21 +253,16 @@ def _gemma4(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec
 
 
 def _mistral3(vision: VisionSpec, given: Config, beside: Config) -> ProcessingSpec:
+    # The processor of texts, beside it, gives the processor of images its own sizes.
     for name, wanted in (
         ("patch_size", vision.tower.patch_size),
         ("spatial_merge_size", vision.projector.side),
     ):
-        for source in (given, beside):
-            own = source.get(name)
-            own = (
-                own.get("height")
-                if isinstance(own, Mapping) and own.get("height") == own.get("width")
-                else own
-            )
-            if own is not None and own != wanted:
-                raise CheckpointError(
-                    f"{name} {shown(own)} contradicts config.json, whose tower has {wanted}"
-                )
+        own = given.get(name) if beside.get(name) is None else beside[name]
+        if isinstance(own, Mapping) and own.get("height") == own.get("width"):
+            own = own.get("height")
+        if own is not None and own != wanted:
+            raise CheckpointError(f"{name} {shown(own)} contradicts config.json, whose tower has {wanted}")
     size = given["size"]
     if isinstance(size, Mapping) and {*size} == {"longest_edge"}:
         size = size["longest_edge"]
@@ -330,6 +348,13 @@ _PAN_AND_SCAN = (
     *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
     "pan_and_scan_min_ratio_to_activate",
 )
+# By family: the processors whose keys are read, in short.
+PROCESSORS: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("Gemma3",),
+    "gemma4": ("Gemma4", "Gemma4Unified"),
+    "mistral3": ("Pixtral",),
+    "qwen3_vl": ("Qwen2VL", "Qwen3VL"),
+}
 # By family: what reads its keys, the keys of its own, and transformers' defaults.
 PROCESSINGS: Mapping[str, tuple[ReadProcessing, tuple[str, ...], Config]] = {
     "gemma3": (_gemma3, ("size", "image_seq_length", *_PAN_AND_SCAN), _GEMMA3),

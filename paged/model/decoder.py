@@ -266,7 +266,7 @@ class Decoder(nn.Module):
         if part.is_first and config.vision is not None:
             from .towers.vit import Vit
 
-            self.tower = Vit(config.vision, config.hidden_size, kernels)
+            self.tower = Vit(config.vision, config.hidden_size, kernels, part.shard)
 
     def forward(self, batch: Batch, kv_cache: KVCache, stream: Stream | None = None) -> Tensor:
         """Compute the batch's new tokens, and write their K and V into the cache.

@@ -89,9 +89,10 @@ class _Progress:
 class TowerQueue:
     """The images that requests wait for, and those whose embeddings are kept.
 
-    A request computes no token of an image before a step has made the image's embeddings. What a step spends
-    on the tower, it has less of for prompts, so that decodes beside it wait for no whole image. A step takes
-    an image through at least one layer.
+    A request computes no token of an image before a step has made the image's embeddings, unless its prompt
+    ends with an image of one token: this token is a decode, and the runner computes its image. What a step
+    spends on the tower, it has less of for prompts, so that decodes beside it wait for no whole image. A step
+    takes an image through at least one layer.
 
     The runner keeps embeddings under the same rule as this class. Where both differ, the runner computes an
     image again, in the step that needs it.

@@ -194,8 +194,8 @@ def written(
     text = substituted(text, marks)
     if prompts.count_in(text) != len(images):
         raise RequestError(
-            f"the chat template does not show the {len(images)} images of the conversation once each; give a "
-            "template that does as chat_template (--chat-template)",
+            f"the chat template does not show the {len(images)} images of the conversation once each; show "
+            "them in messages of the user, or give a template that does as chat_template (--chat-template)",
             param="messages",
         )
     return text

@@ -292,7 +292,7 @@ def _check_part(name: str, part: Any) -> dict[str, Any]:
         return dict(part)
     if kind != "text":
         raise RequestError(
-            f"{name} is of type {shown(kind)}; only parts of type 'text' are supported", param=name
+            f"{name} is of type {shown(kind)}; 'text', and 'image_url' of an image, are supported", param=name
         )
     if not isinstance(part.get("text"), str):
         raise RequestError(f'{name}["text"] must be a string, got {shown(part.get("text"))}', param=name)

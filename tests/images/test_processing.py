@@ -225,6 +225,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"resample": 9}, "resample must be from 0 to 5, got 9"),
     ("gemma3", {"image_seq_length": 8}, "image_seq_length 8 contradicts the 9 tokens"),
     ("mistral3", {"patch_size": 14}, "patch_size 14 contradicts config.json, whose tower has 4"),
+    (
+        "mistral3",
+        {"image_processor_type": "LlavaNextImageProcessorFast"},
+        "LlavaNextImageProcessorFast' is not",
+    ),
+    ("qwen3_vl", {"image_processor_type": "SmolVLMImageProcessor"}, "Qwen2VLImageProcessor and Qwen3VLImage"),
     ("mistral3", {"size": {"longest_edge": 0}}, "size.height must be from 1 to 16384, got 0"),
     ("qwen3_vl", {"merge_size": 3}, "merge_size 3 contradicts config.json, whose tower has 2"),
     ("qwen3_vl", {"min_pixels": 5000}, "size has at least 5000 pixels and at most 2000"),
@@ -238,6 +244,24 @@ def test_unknown_and_contradictory_keys_are_refused(name, changes, message):
         processing_of(vision_of(name), {**FAMILIES[name].processor, **changes}, {})
     neutral = {"processor_class": "X", "do_center_crop": False, "crop_size": {"height": 9}, "unknown": None}
     processing_of(vision_of(name), {**FAMILIES[name].processor, **neutral}, {})
+
+
+def test_the_processor_of_texts_has_the_sizes_of_pixtral():
+    """As in transformers: those of the processor of images have no effect then."""
+    vision = vision_of("mistral3")
+    given = {**FAMILIES["mistral3"].processor, "patch_size": {"height": 16, "width": 16}}
+    beside = {"patch_size": vision.tower.patch_size, "spatial_merge_size": vision.projector.side}
+    assert processing_of(vision, given, beside) == vision.processing
+    with pytest.raises(CheckpointError, match="patch_size 16 contradicts config.json, whose tower has 4"):
+        processing_of(vision, given, {**beside, "patch_size": 16})
+
+
+@pytest.mark.parametrize("kind", ["", "Fast", "Pil"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_kind_of_the_processor_is_read_alike(name, kind):
+    own = FAMILIES[name].processor_class.__name__.removesuffix("Pil")
+    given = {**FAMILIES[name].processor, "image_processor_type": own + kind}
+    assert processing_of(vision_of(name), given, {}) == vision_of(name).processing
 
 
 def test_a_model_without_its_processor_sees_nothing(tmp_path):

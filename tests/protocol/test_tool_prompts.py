@@ -72,6 +72,30 @@ def _parts(prompt: str) -> tuple[str, str, str]:
     return head, call, rest.partition("\n<assistant>")[0]
 
 
+def test_results_keep_their_images():
+    """Between the marks of a result, also where another result comes before or behind."""
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Here:"}, image]}
+    messages = [*TALK[:2], result, TALK[3], result, TALK[2], *TALK[4:]]
+    (shown,) = (
+        message["content"]
+        for message in JSON_FORMAT.messages_with(messages, TOOLS, shows_system=True)[3:]
+        if message["role"] == "user" and image in message["content"]
+    )
+    texts = [part["text"] if part["type"] == "text" else "IMAGE" for part in shown]
+    one = ["<tool_response>", "Here:", "IMAGE", "</tool_response>"]
+    others = [f"<tool_response>\n{name}\n</tool_response>" for name in ("stopped", "drawn")]
+    assert texts == [*one, others[0], *one, others[1]]
+    behind_text = JSON_FORMAT.messages_with([*TALK[:3], result], TOOLS, shows_system=True)[-1]["content"]
+    assert [part.get("text") for part in behind_text] == [
+        others[1],
+        "<tool_response>",
+        "Here:",
+        None,
+        one[-1],
+    ]
+
+
 def test_the_system_message_keeps_its_own_text(text):
     system = [{"role": "system", "content": "Be brief."}, *TALK]
     prompt = prompt_of(text, ROLES_ALONE, FORMATS["hermes"], system)

@@ -27,7 +27,7 @@ from tests.support.ranks import ranked_engines
 
 # Tokens that see each other; three positions and features of further layers; inputs of layers, in shards; and
 # neither of them.
-MODELS = [("gemma3", 2, 1), ("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma4", 2, 1), ("mistral3", 2, 2)]
+MODELS = [("gemma3", 2, 1), ("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma4", 2, 2), ("mistral3", 2, 2)]
 
 
 @contextmanager
@@ -81,6 +81,8 @@ def test_images_have_the_bits_of_one_process(name, num_stages, num_shards, monke
         towers = [rank for rank in ranks if rank.model.tower is not None]
         assert len(towers) == num_shards - (num_stages == 1)
         assert (engine.runner.model.tower is None) is (num_stages > 1)
+        for tower in (rank.model.tower for rank in towers):
+            assert tower.num_kv_heads * num_shards == tower.spec.num_kv_heads
         queue = engine.scheduler.towers
         queue.costs = queue.costs._replace(linear=1e9)  # as if a layer cost as much as a step
         in_flight = engine.runner.num_in_flight

@@ -127,6 +127,68 @@ def test_ollama_shows_images_before_the_text(served):
     assert json.loads(served.request("GET", "/props")[2])["modalities"] == {"vision": True, "audio": False}
 
 
+def result_of_chat(*parts: Any) -> tuple[str, dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "shoot", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Shoot"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [*parts]},
+    ]
+    return "/v1/chat/completions", {"messages": messages, "max_tokens": 4}
+
+
+def result_of_response(*parts: Any) -> tuple[str, dict[str, Any]]:
+    items = [
+        {"role": "user", "content": "Shoot"},
+        {"type": "function_call", "call_id": "c", "name": "shoot", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [*parts]},
+    ]
+    return "/v1/responses", {"input": items, "max_output_tokens": 4}
+
+
+def result_of_message(*blocks: Any) -> tuple[str, dict[str, Any]]:
+    use = {"type": "tool_use", "id": "c", "name": "shoot", "input": {}}
+    messages = [
+        {"role": "user", "content": "Shoot"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [*blocks]}]},
+    ]
+    return "/v1/messages", {"messages": messages, "max_tokens": 4}
+
+
+def result_of_ollama(*images: str) -> tuple[str, dict[str, Any]]:
+    call = {"function": {"name": "shoot", "arguments": {}}}
+    messages = [
+        {"role": "user", "content": "Shoot"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Here:", "images": [*images]},
+    ]
+    return "/api/chat", {"messages": messages, "stream": False, "options": {"temperature": 0}}
+
+
+def test_results_of_tools_show_images(served):
+    """In each API; `test_tool_prompts` has templates that do not show tools."""
+
+    def answer(url: str) -> tuple[str, int]:
+        path, body = result_of_chat({"type": "text", "text": "Here:"}, image(url))
+        found = served.post(path, **body, temperature=0)
+        return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens"]
+
+    content, num_tokens = answer(URL)
+    assert answer(data_url(picture(2)))[0] != content
+    path, body = result_of_response({"type": "input_text", "text": "Here:"}, input_image(URL))
+    found = served.post(path, **body, temperature=0)
+    assert found["output"][0]["content"][0]["text"] == content
+    assert found["usage"]["input_tokens"] == num_tokens
+    path, body = result_of_message({"type": "text", "text": "Here:"}, block(**_BASE64, data=B64))
+    found = served.post(path, model=served.front.names[0], **body, temperature=0)
+    assert found["content"][0]["text"] == content
+    assert found["usage"]["input_tokens"] == num_tokens
+    path, body = result_of_ollama(B64)
+    found = served.post(path, model=served.front.names[0], **body)
+    assert found["prompt_eval_count"] == num_tokens
+
+
 WRONG: list[tuple[Any, str]] = [
     (
         image("https://example.org/x.png"),
@@ -237,6 +299,20 @@ WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (anthropic(block(type="file", file_id="f")), "source must be an object whose type is one of"),
     (anthropic(*[block(**_BASE64, data=B64)] * 5), MANY),
     (anthropic({"type": "document", "source": {}}), "document"),
+    (
+        result_of_chat(image(f"data:;base64,{PDF}")),
+        rf"^messages\[2\]\.content\[0\] {NO_IMAGE}",
+    ),
+    (
+        result_of_response(input_image(f"data:;base64,{PDF}")),
+        rf"^input\[2\]\.output\[0\] {NO_IMAGE}",
+    ),
+    (
+        result_of_message(block(**_BASE64, data=PDF)),
+        rf"^messages\[2\]\.content\[0\]\.content\[0\] {NO_IMAGE}",
+    ),
+    (result_of_message(block(type="file", file_id="f")), "source must be an object whose type is one of"),
+    (result_of_ollama(PDF), rf"^messages\[2\]\.images\[0\] {NO_IMAGE}"),
     (ollama("A*"), r"messages\[0\]\.images\[0\] is not base64"),
     (ollama(B64, PDF), rf"messages\[0\]\.images\[1\] {NO_IMAGE}"),
     (ollama(B64, CUT), r"messages\[0\]\.images\[1\] is a damaged PNG"),
@@ -245,7 +321,7 @@ WRONG_ELSEWHERE: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (ollama(HTTPS), r"messages\[0\]\.images\[0\] is not base64"),
     (ollama("/etc/passwd"), r"messages\[0\]\.images\[0\] is (not base64|no image)"),
     (ollama(*[B64] * 5), MANY),
-    (ollama(B64, role="system"), r"messages\[0\]\.images is of role 'system'; users send images"),
+    (ollama(B64, role="system"), r"messages\[0\]\.images is of role 'system'; users and tools send images"),
     (generated(PDF), rf"images\[0\] {NO_IMAGE}"),
     (generated(PDF, raw=True), rf"images\[0\] {NO_IMAGE}"),
     (generated("A*", raw=True), r"images\[0\] is not base64"),
@@ -297,12 +373,12 @@ def test_no_answer_goes_on_behind_an_image(served):
     assert body["error"]["param"] == "continue_final_message"
 
 
-def test_only_users_send_images(served):
+def test_assistants_and_developers_send_no_images(served):
     for role in ("assistant", "developer"):
         item = {"role": role, "content": [{"type": "input_image", "image_url": URL}]}
         status, body = ask(served, "/v1/responses", input=[item, {"role": "user", "content": "x"}])
         assert status == 400
-        assert f"is an input_image of role '{role}'; users send images" in body["error"]["message"]
+        assert f"is an input_image of role '{role}'; users and tools send images" in body["error"]["message"]
 
 
 def test_prompts_have_no_paths(served):

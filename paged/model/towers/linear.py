@@ -12,6 +12,9 @@ from ...checkpoints.stored import StoredRows
 from ..layers.linear import Linear
 from ..weights.loading import Loadable, Loader
 
+# Of each of several outputs that are concatenated, the ranges that a shard has.
+Shares = Sequence[Sequence[range]]
+
 
 class TowerLinear(Linear):
     """A linear layer of a vision tower. Its weights stay floats in a quantised model."""
@@ -55,6 +58,7 @@ class ClippedLinears(nn.Module):
 
     outputs: how many outputs each has, by its name, behind which `linear` stands.
     indices: the order in which the outputs of each are read.
+    shares: the ranges of outputs of each that a shard has; None: all.
     """
 
     def __init__(
@@ -63,15 +67,19 @@ class ClippedLinears(nn.Module):
         outputs: Mapping[str, int],
         linear: str,
         indices: Sequence[Tensor | None],
+        shares: Shares | None,
         *,
         bias: bool,
     ) -> None:
         super().__init__()
         self.bounds = nn.ModuleList(map(_Bounds, outputs))
-        self.linear = nn.ModuleList(
-            TowerLinear(in_features, StoredRows({name + linear: count}, index), bias=bias)
+        stored = [
+            StoredRows({name + linear: count}, index)
             for (name, count), index in zip(outputs.items(), indices, strict=True)
-        )
+        ]
+        if shares is not None:
+            stored = [each.take(*share) for each, share in zip(stored, shares, strict=True)]
+        self.linear = nn.ModuleList(TowerLinear(in_features, each, bias=bias) for each in stored)
 
     def forward(self, x: Tensor) -> Tensor:
         made = []

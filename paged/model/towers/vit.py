@@ -2,7 +2,8 @@
 
 Each image is a sequence whose patches all see each other, by the same attention as text: K and V of a layer
 lie in a cache that lives as long as the run. A row's result does not depend on the other images, nor on how
-many layers are computed at once.
+many layers are computed at once, nor on the number of shards: as in the decoder, a shard computes some of a
+layer's outputs, each from all inputs.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from ...architectures.towers import StackSpec, TowerSpec, VisionSpec
 from ...checkpoints.stored import StoredRows
 from ...kernels.attention_options import AttentionOptions, AttentionPlan
 from ...kernels.operations import Kernels
+from ..exchanges import gather
 from ..layers.norms import LayerNorm, RMSNorm, new_norm
+from ..part import UNDIVIDED, Shard
 from ..weights.forms import Role
-from .linear import ClippedLinears, TowerLinear
+from .linear import ClippedLinears, Shares, TowerLinear
 from .patches import Grid, PatchProjection, new_positions, squares
 from .projectors import StackedMerger, new_projector
 
 PATCH_BLOCK = 16  # patches of a block of K and V
 MAX_SIDE = 16384  # pixels of an image
+
+
+def shard_of_tower(tower: TowerSpec, shard: Shard) -> Shard:
+    """Return a process's shard of a tower's layers: all of them, where the shards do not divide its sizes."""
+    count = shard.count
+    sizes = tower.num_heads, tower.num_kv_heads, tower.hidden_size, tower.inner_size
+    return UNDIVIDED if any(size % count for size in sizes) else shard
 
 
 class _Attended(NamedTuple):
@@ -45,18 +55,21 @@ class _Attended(NamedTuple):
 
 
 class TowerAttention(nn.Module):
-    """Attention of one layer, in which all patches of an image see each other."""
+    """Attention of one layer, in which all patches of an image see each other, for the heads of a shard."""
 
-    def __init__(self, spec: TowerSpec, prefix: str, kernels: Kernels) -> None:
+    def __init__(self, spec: TowerSpec, prefix: str, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
         names = spec.names
         self.spec = spec
+        self.shard = shard
+        self.num_kv_heads = len(shard.kv_heads(spec.num_kv_heads))
         self.kernels = kernels
         # Not None where dimensions of a head are rotated in other pairs than by the kernels.
         by_halves = spec.rope is not None and spec.rope.by_halves
         order = rotated_by_halves(spec.head_dim) if by_halves else None
-        self.qkv = _projections(spec, prefix, order)
-        self.output = _linear(spec, spec.num_heads * spec.head_dim, {prefix + names.output: spec.hidden_size})
+        self.qkv = _projections(spec, prefix, order, shard)
+        outputs = {prefix + names.output: spec.hidden_size}
+        self.output = _linear(spec, spec.num_heads * spec.head_dim, outputs, shard)
         self.options: dict[str, Any] = {}
         self.query_norm = self.key_norm = self.value_norm = None
         if names.query_norm is not None and names.key_norm is not None:
@@ -70,9 +83,9 @@ class TowerAttention(nn.Module):
         self, normed: Tensor, attended: _Attended, plan: AttentionPlan | None
     ) -> tuple[Tensor, AttentionPlan]:
         """Return what attention makes of the patches, and its plan for the other layers."""
-        qkv = self.qkv(normed).view(-1, self.spec.num_qkv_heads, self.spec.head_dim)
+        qkv = self.qkv(normed).unflatten(1, (-1, self.spec.head_dim))
         if self.value_norm is not None:
-            values = qkv[:, -self.spec.num_kv_heads :]
+            values = qkv[:, -self.num_kv_heads :]
             self.value_norm.into(values, values)
         options: dict[str, Any] = {}
         if self.query_norm is not None and self.key_norm is not None:
@@ -86,7 +99,8 @@ class TowerAttention(nn.Module):
         lengths = attended.tables, attended.seq_lens, attended.cu_seqlens
         inputs = query, attended.keys, attended.values, *lengths, attended.options
         plan = self.kernels.plan_attention(*inputs) if plan is None else plan
-        return self.output(self.kernels.paged_attention(*inputs, plan).flatten(1)), plan
+        attended_to = self.kernels.paged_attention(*inputs, plan).flatten(1)
+        return gather(self.output(gather(attended_to, self.shard)), self.shard), plan
 
 
 def rotated_by_halves(head_dim: int) -> Tensor:
@@ -96,38 +110,63 @@ def rotated_by_halves(head_dim: int) -> Tensor:
     return torch.arange(head_dim, device="cpu").view(2, 2, -1).transpose(0, 1).flatten()
 
 
-def _projections(spec: TowerSpec, prefix: str, order: Tensor | None) -> nn.Module:
+def _projections(spec: TowerSpec, prefix: str, order: Tensor | None, shard: Shard) -> nn.Module:
     """Make what projects patches to Q, K and V. order: that of the dimensions in each head of Q and K."""
     names = [prefix + name for name in spec.names.query_key_value]
-    sizes = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    dim = spec.head_dim
+    sizes = [count * dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    kv_heads = shard.kv_heads(spec.num_kv_heads)
+    heads = shard.share(spec.num_heads), kv_heads, kv_heads
+    own = [range(each.start * dim, each.stop * dim) for each in heads]
     if len(names) == 1:
         assert order is None, "one tensor of all three is in the kernels' order"
-        return _linear(spec, spec.hidden_size, {names[0]: sum(sizes)})
-    return _linear(spec, spec.hidden_size, dict(zip(names, sizes, strict=True)), order=order)
+        starts = [0, *accumulate(sizes)]
+        shares = [
+            range(start + each.start, start + each.stop) for start, each in zip(starts, own, strict=False)
+        ]
+        return _linear(spec, spec.hidden_size, {names[0]: sum(sizes)}, shard, shares=[shares])
+    outputs = dict(zip(names, sizes, strict=True))
+    return _linear(spec, spec.hidden_size, outputs, shard, order=order, shares=[[each] for each in own])
 
 
 def _linear(
     spec: TowerSpec,
     in_features: int,
     outputs: dict[str, int],
+    shard: Shard,
     *,
     order: Tensor | None = None,
     role: Role = "layer",
+    shares: Shares | None = None,
 ) -> nn.Module:
-    """Make one layer of what is stored under several names.
+    """Make one layer of what is stored under several names, for a shard.
 
     order: that of the dimensions in each head, for all outputs but those of the last name.
+    shares: the ranges of outputs that the shard has, under each name; None: equal ranges.
     """
+    if shard.is_whole:
+        shares = None
+    elif shares is None:
+        shares = [[shard.share(count)] for count in outputs.values()]
     if spec.is_clipped:
         indices = [None] * len(outputs) if order is None else _in_order(outputs, order)
-        return ClippedLinears(in_features, outputs, spec.names.linear, indices, bias=spec.bias)
+        return ClippedLinears(in_features, outputs, spec.names.linear, indices, shares, bias=spec.bias)
     stored = {name + spec.names.linear: count for name, count in outputs.items()}
     index = None
+    starts = [0, *accumulate(outputs.values())]
     if order is not None:
-        starts = [0, *accumulate(outputs.values())]
         own = _in_order(outputs, order)
         index = torch.cat([rows + start for start, rows in zip(starts, own, strict=False)])
-    return TowerLinear(in_features, StoredRows(stored, index), bias=spec.bias, role=role)
+    rows_of = StoredRows(stored, index)
+    if shares is not None:
+        rows_of = rows_of.take(
+            *(
+                range(start + each.start, start + each.stop)
+                for start, ranges in zip(starts, shares, strict=False)
+                for each in ranges
+            )
+        )
+    return TowerLinear(in_features, rows_of, bias=spec.bias, role=role)
 
 
 def _in_order(outputs: dict[str, int], order: Tensor) -> list[Tensor]:
@@ -142,21 +181,22 @@ def _in_order(outputs: dict[str, int], order: Tensor) -> list[Tensor]:
 class TowerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), whose outputs may be normalised, too."""
 
-    def __init__(self, spec: TowerSpec, layer: int, kernels: Kernels) -> None:
+    def __init__(self, spec: TowerSpec, layer: int, kernels: Kernels, shard: Shard) -> None:
         super().__init__()
         names = spec.names
         prefix = f"{VISION}{names.layers}{layer}."
+        self.shard = shard
         self.kernels = kernels
         self.activation = spec.activation
         size = spec.hidden_size
         inner = spec.inner_size
         self.before_attention = new_norm(spec.norm, size, kernels, prefix + names.before_attention)
-        self.attention = TowerAttention(spec, prefix, kernels)
+        self.attention = TowerAttention(spec, prefix, kernels, shard)
         self.before_mlp = new_norm(spec.norm, size, kernels, prefix + names.before_mlp)
         up = {prefix + name: inner for name in (names.gate, names.up) if name is not None}
         gates_itself = spec.gated and spec.activation == "silu"
-        self.up = _linear(spec, size, up, role="gated" if gates_itself else "layer")
-        self.down = _linear(spec, inner, {prefix + names.down: size})
+        self.up = _linear(spec, size, up, shard, role="gated" if gates_itself else "layer")
+        self.down = _linear(spec, inner, {prefix + names.down: size}, shard)
         self.is_gated = spec.gated
         self.after_attention, self.after_mlp = (
             None if name is None else RMSNorm(size, spec.norm.eps, kernels, prefix + name)
@@ -190,7 +230,7 @@ class TowerLayer(nn.Module):
             gate = gate.contiguous()
             self.kernels.gelu(gate, tanh=False)
             inner = gate.mul_(up)
-        return cast(Tensor, self.down(inner))
+        return gather(cast(Tensor, self.down(gather(inner, self.shard))), self.shard)
 
 
 def _add_and_norm(hidden: Tensor | None, residual: Tensor, norm: RMSNorm | LayerNorm) -> Tensor:
@@ -222,11 +262,18 @@ class TowerRun:
 
 
 class Vit(nn.Module):
-    """A vision tower with its projector. It turns patches of images into embeddings for the text model."""
+    """A vision tower with its projector. It turns patches of images into embeddings for the text model.
 
-    def __init__(self, vision: VisionSpec, text_size: int, kernels: Kernels) -> None:
+    shard: that of the layers; the projection of patches and the projectors are computed by each process.
+    """
+
+    def __init__(
+        self, vision: VisionSpec, text_size: int, kernels: Kernels, shard: Shard = UNDIVIDED
+    ) -> None:
         super().__init__()
         spec = vision.tower
+        shard = shard_of_tower(spec, shard)
+        self.num_kv_heads = len(shard.kv_heads(spec.num_kv_heads))
         self.vision = vision
         self.spec = spec
         self.kernels = kernels
@@ -238,7 +285,7 @@ class Vit(nn.Module):
             None if name is None else new_norm(spec.norm, spec.hidden_size, kernels, VISION + name)
             for name in (spec.names.first_norm, spec.names.last_norm)
         )
-        layers = nn.ModuleList(TowerLayer(spec, layer, kernels) for layer in range(spec.num_layers))
+        layers = nn.ModuleList(TowerLayer(spec, layer, kernels, shard) for layer in range(spec.num_layers))
         self.layers = cast(Sequence[TowerLayer], layers)
         self.features: dict[int, StackedMerger] = {}
         if isinstance(vision.projector, StackSpec):
@@ -312,7 +359,7 @@ class Vit(nn.Module):
         for row, start, count in zip(tables, first, needed, strict=False):
             row[:count] = torch.arange(start, start + count, dtype=torch.int32, device="cpu")
         last = torch.tensor(counts, dtype=torch.int32, device="cpu") - 1
-        shape = first[-1], PATCH_BLOCK, self.spec.num_kv_heads, self.spec.head_dim
+        shape = first[-1], PATCH_BLOCK, self.num_kv_heads, self.spec.head_dim
         cos, sin = self._angles(places)
         return _Attended(
             cos=cos,

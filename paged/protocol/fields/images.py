@@ -63,7 +63,7 @@ def is_image(part: Mapping[str, Any]) -> bool:
 
 
 def refuse_images(name: str, role: str, parts: Any, kind: str) -> None:
-    """Raise RequestError if a content of a role has an image, which only users send.
+    """Raise RequestError if a content of a role has an image, which only users and tools send.
 
     kind: the type of such parts.
     """
@@ -72,4 +72,6 @@ def refuse_images(name: str, role: str, parts: Any, kind: str) -> None:
     for i, part in enumerate(parts):
         if part["type"] == kind:
             where = f"{name}[{i}]"
-            raise RequestError(f"{where} is an {kind} of role {role!r}; users send images", param=where)
+            raise RequestError(
+                f"{where} is an {kind} of role {role!r}; users and tools send images", param=where
+            )

@@ -147,10 +147,22 @@ def _user(blocks: Sequence[NamedBlock], open_calls: set[str]) -> Iterator[Messag
                 param=where,
             )
         open_calls.remove(call_id)
-        yield {"role": "tool", "tool_call_id": call_id, "content": _joined(block.get("content", ""))}
+        yield {"role": "tool", "tool_call_id": call_id, "content": _result(name, block.get("content", ""))}
     if parts or not blocks:
         is_one_text = len(parts) == 1 and parts[0]["type"] == "text"
         yield {"role": "user", "content": parts[0]["text"] if is_one_text else parts}
+
+
+def _result(name: str, content: str | Sequence[Block]) -> str | list[Block]:
+    """Return a tool's result as text, or as parts if it has images."""
+    if isinstance(content, str) or all(block["type"] != "image" for block in content):
+        return _joined(content)
+    return [
+        _image(f"{name}.content[{i}]", block["source"])
+        if block["type"] == "image"
+        else {"type": "text", "text": _text_of(block)}
+        for i, block in enumerate(content)
+    ]
 
 
 def _image(name: str, source: Block) -> Block:

@@ -42,13 +42,29 @@ REFERENCE_BLOCK = FieldTable(
         *_CACHED,
     ],
 )
-_RESULTS = OneOf((Text(), ListOf(Tagged("type", {"text": TEXT_BLOCK, "tool_reference": REFERENCE_BLOCK}))))
+_SOURCES = {
+    "base64": FieldTable(
+        "a source",
+        [
+            _type("base64"),
+            Field("media_type", Choice(MEDIA_TYPES), "the format of the file", required=True),
+            Field("data", Text(1), "the file in base64", required=True),
+        ],
+    ),
+    "url": FieldTable("a source", [_type("url"), Field("url", ImageURL(), "the image", required=True)]),
+}
+IMAGE_BLOCK = FieldTable(
+    "a block",
+    [_type("image"), Field("source", Tagged("type", _SOURCES), "the image", required=True), *_CACHED],
+)
+_RESULT_BLOCKS = {"text": TEXT_BLOCK, "image": IMAGE_BLOCK, "tool_reference": REFERENCE_BLOCK}
+_RESULTS = OneOf((Text(), ListOf(Tagged("type", _RESULT_BLOCKS))))
 RESULT_BLOCK = FieldTable(
     "a block",
     [
         _type("tool_result"),
         Field("tool_use_id", Text(1), "the call that it answers", required=True),
-        Field("content", _RESULTS, "text, or blocks of text and names of tools"),
+        Field("content", _RESULTS, "text, or blocks of text, images and names of tools"),
         *_CACHED,
         *ignored("is_error", "the content says so"),
         *refused("toolset_name", "functions are in no set"),
@@ -76,21 +92,6 @@ THINKING_BLOCK = FieldTable(
 )
 REDACTED_BLOCK = FieldTable(
     "a block", [_type("redacted_thinking"), *ignored("data", "only its server can read it")]
-)
-_SOURCES = {
-    "base64": FieldTable(
-        "a source",
-        [
-            _type("base64"),
-            Field("media_type", Choice(MEDIA_TYPES), "the format of the file", required=True),
-            Field("data", Text(1), "the file in base64", required=True),
-        ],
-    ),
-    "url": FieldTable("a source", [_type("url"), Field("url", ImageURL(), "the image", required=True)]),
-}
-IMAGE_BLOCK = FieldTable(
-    "a block",
-    [_type("image"), Field("source", Tagged("type", _SOURCES), "the image", required=True), *_CACHED],
 )
 USER_BLOCKS = {"text": TEXT_BLOCK, "image": IMAGE_BLOCK, "tool_result": RESULT_BLOCK}
 ASSISTANT_BLOCKS = {

@@ -234,8 +234,10 @@ def _with_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         own.setdefault("content", "")
         if message.get("images"):
             place = f"messages[{i}].images"
-            if message["role"] != "user":
-                raise RequestError(f"{place} is of role {message['role']!r}; users send images", param=place)
+            if message["role"] not in ("user", "tool"):
+                raise RequestError(
+                    f"{place} is of role {message['role']!r}; users and tools send images", param=place
+                )
             own["content"] = _shown(place, message["images"], own["content"])
         if message.get("thinking"):
             own |= {"reasoning": message["thinking"], "reasoning_content": message["thinking"]}

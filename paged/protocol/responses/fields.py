@@ -33,18 +33,19 @@ def _type(name: str) -> Field:
 _INPUT_TEXT = FieldTable(
     "a part", [_type("input_text"), _TEXT_FIELD, *ignored("prompt_cache_breakpoint", "prefixes are cached")]
 )
+_INPUT_IMAGE = FieldTable(
+    "a part",
+    [
+        _type("input_image"),
+        Field("image_url", ImageURL(), "the image", required=True),
+        Field("detail", DETAIL, "has no effect: an image is shown as the model's processor does"),
+        *refused("file_id", "there are no uploaded files"),
+        *ignored("prompt_cache_breakpoint", "prefixes are cached"),
+    ],
+)
 _PARTS = {
     "input_text": _INPUT_TEXT,
-    "input_image": FieldTable(
-        "a part",
-        [
-            _type("input_image"),
-            Field("image_url", ImageURL(), "the image", required=True),
-            Field("detail", DETAIL, "has no effect: an image is shown as the model's processor does"),
-            *refused("file_id", "there are no uploaded files"),
-            *ignored("prompt_cache_breakpoint", "prefixes are cached"),
-        ],
-    ),
+    "input_image": _INPUT_IMAGE,
     "output_text": FieldTable(
         "a part",
         [
@@ -91,8 +92,8 @@ OUTPUT_ITEM = FieldTable(
         Field("call_id", Text(1), "the call that it answers", required=True),
         Field(
             "output",
-            OneOf((Text(), ListOf(Tagged("type", {"input_text": _INPUT_TEXT})))),
-            "text, or parts of text",
+            OneOf((Text(), ListOf(Tagged("type", {"input_text": _INPUT_TEXT, "input_image": _INPUT_IMAGE})))),
+            "text, or parts of text and images",
             required=True,
         ),
         *ignored("id status name", _OF_OUTPUTS),

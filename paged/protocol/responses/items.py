@@ -65,7 +65,7 @@ class _Turns:
             return
         content = item["content"]
         if not isinstance(content, str):
-            content = [_chat_part(f"{name}.content[{i}]", part) for i, part in enumerate(content)]
+            content = _chat_parts(f"{name}.content", content)
         self._append({"role": item["role"], "content": content})
 
     def _add_call(self, name: str, item: Item) -> None:
@@ -85,7 +85,7 @@ class _Turns:
             what = "has an output already" if call_id in self._answered else "is no function_call before it"
             raise RequestError(f"{name}.call_id {shown(call_id)} {what}", param=f"{name}.call_id")
         self._answered.add(call_id)
-        self._append({"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])})
+        self._append({"role": "tool", "tool_call_id": call_id, "content": _output(name, item["output"])})
 
     def _add_reasoning(self, item: Item) -> None:
         text = "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
@@ -107,6 +107,16 @@ class _Turns:
     def _append(self, message: Message) -> None:
         self.messages.append(message)
         self._open = None
+
+
+def _output(name: str, output: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return a call's output as text, or as parts if it has images."""
+    has_images = not isinstance(output, str) and any(part["type"] == "input_image" for part in output)
+    return _chat_parts(f"{name}.output", output) if has_images else _text(output)
+
+
+def _chat_parts(name: str, parts: Iterable[Any]) -> list[dict[str, Any]]:
+    return [_chat_part(f"{name}[{i}]", part) for i, part in enumerate(parts)]
 
 
 def _chat_part(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
