@@ -10,7 +10,7 @@ from torch import Tensor
 from ...checked import checked
 from ...checks import KERNEL_DTYPES
 from ..formats import KINDS
-from ..launch.tasks import Task
+from ..launch.tasks import Field, Task
 from ..target import LINE, VECTOR_BYTES
 
 UNIT_NUMBERS = 16384  # of a unit: work for a few microseconds
@@ -40,7 +40,7 @@ def has_regular_rows(*tensors: Tensor) -> bool:
     return all(x.is_cpu and x.stride(1) == 1 and x.dtype in KERNEL_DTYPES for x in tensors)
 
 
-def run_on_rows(task: Task, *, x: Tensor, **fields: Tensor | float | None) -> None:
+def run_on_rows(task: Task, *, x: Tensor, **fields: Field) -> None:
     """Launch a kernel over the rows of x [num_rows, size], and of `out` if it is given.
 
     fields: the other fields of the kernel's record, besides kind, num_rows, size, rows_per_unit and strides.
@@ -64,13 +64,7 @@ def run_on_halves(task: Task, x: Tensor, **options: float) -> Tensor:  # [n, 2 *
 
 
 def _run(
-    task: Task,
-    num_units: int,
-    x: Tensor,
-    num_rows: int,
-    size: int,
-    per_unit: int,
-    **fields: Tensor | float | None,
+    task: Task, num_units: int, x: Tensor, num_rows: int, size: int, per_unit: int, **fields: Field
 ) -> None:
     task.run(
         num_units,
