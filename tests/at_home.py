@@ -64,15 +64,21 @@ class Tally:
     """
 
     statuses: Counter[int] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
     most_bytes: int = 0
+
+    def count(self, status: int) -> None:
+        """Count an answer; its first one is not read and written at once."""
+        with self.lock:
+            self.statuses[status] += 1
 
 
 def ask(served: Served, name: str, prompt: str, wanted: Mapping[tuple[str, str], str], tally: Tally) -> None:
     """Send a request, and compare its answer."""
     body = {"model": name, "prompt": prompt, **PARAMS}
     status, _, data = served.request("POST", COMPLETIONS, body, patience_s=MOST_WAIT_S)
-    tally.statuses[status] += 1
+    tally.count(status)
     if status == 200:
         text = json.loads(data)["choices"][0]["text"]
         if text != wanted[name, prompt]:
@@ -86,7 +92,7 @@ def leave(served: Served, name: str, prompt: str, after_s: float, tally: Tally) 
     with suppress(OSError), socket.create_connection(("127.0.0.1", served.port)) as client:
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(after_s)
-    tally.statuses[0] += 1
+    tally.count(0)
 
 
 def load(

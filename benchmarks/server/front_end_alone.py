@@ -106,10 +106,10 @@ def calls(model: str, arguments: str) -> list[Case]:
 def measure(model: str, cores: Cores, rounds: int, *, share: float = 1.0) -> list[dict[str, Any]]:
     """Return a row for each kind of request, over the median round.
 
-    share: of the requests of a round.
+    share: of the requests of a round. Where it is not all, one format of arguments stands for all.
     """
     rows = _measured(model, cores, cases(model), rounds, share)
-    for arguments, parser in FORMATS_OF_ARGUMENTS.items():
+    for arguments, parser in [*FORMATS_OF_ARGUMENTS.items()][: None if share == 1.0 else 1]:
         rows += _measured(model, cores, calls(model, arguments), rounds, share, parser)
     return rows
 

@@ -18,8 +18,8 @@ from paged.server.telemetry.records import Observers, RequestRecord
 pytest.importorskip("prometheus_client")
 
 from paged.commands import top
-from paged.server.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 from paged.server.telemetry import scrape
+from paged.server.telemetry.metrics import CONTENT_TYPE, ServerMetrics
 from paged.server.telemetry.scrape import parse, quantile
 
 # As vLLM answers: another prefix, no states of blocks, two engines.

@@ -125,9 +125,9 @@ def test_any_number_of_prompts_matches_transformers(count, monkeypatch):
     assert_matches(new_engine(checkpoint("qwen2-mixed")), reference("qwen2-mixed"), prompts, 6, monkeypatch)
 
 
-# Every architecture but those whose layers others have: Ministral's the mixed Qwen 2, Granite's that with windows,
-# OLMo 2's OLMo 3, and those of the unified Gemma 4 the other one. Together they have biases, norms, tied
-# embeddings, stretched rope and windows.
+# Every architecture but those whose layers others have: Ministral's the mixed Qwen 2, Granite's that with
+# windows, OLMo 2's OLMo 3, and those of the unified Gemma 4 the other one. Together they have biases, norms,
+# tied embeddings, stretched rope and windows.
 @pytest.mark.parametrize(
     "name",
     [

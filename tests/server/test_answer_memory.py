@@ -269,7 +269,7 @@ def test_a_stream_of_many_prompts_that_is_not_read_holds_little(shared_client, m
     body = {"prompt": prompts, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
     num_pauses = budget.num_pauses
     with slow_client(shared_client) as client:
-        with unhurried(shared_client.front.engine, 0.5):  # else it might compute all before it is told to pause
+        with unhurried(shared_client.front.engine, 0.5):  # else all might come before it pauses
             send(client, body)
             eventually(lambda: budget.num_pauses > num_pauses)
         shared_client.post("/v1/completions", prompt="a", max_tokens=20)

@@ -107,14 +107,13 @@ def test_large_bodies_behind_a_request_wait_in_the_socket(served, monkeypatch):
     add = Cycle.add_body
     monkeypatch.setattr(Cycle, "add_body", lambda cycle, part: parts.append(len(part)) or add(cycle, part))
     large = POST + b"content-length: 8000000\r\n\r\n"
-    with served.connect() as client:
-        with held(served.front.engine):
-            client.sendall(posted({**LONG, "max_tokens": 60}) + large)
-            eventually(lambda: len(served.front.open_records) == 1)
-            client.settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                client.sendall(b" " * 20_000_000)
-            assert sum(parts) < 2**20
+    with served.connect() as client, held(served.front.engine):
+        client.sendall(posted({**LONG, "max_tokens": 60}) + large)
+        eventually(lambda: len(served.front.open_records) == 1)
+        client.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            client.sendall(b" " * 20_000_000)
+        assert sum(parts) < 2**20
 
 
 @pytest.fixture

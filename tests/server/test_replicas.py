@@ -35,9 +35,7 @@ OPTIONS = {"device": "cpu", "num_threads": 1, "num_blocks": 256, "max_num_seqs":
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Served]:
     """Yield a server of two engine processes that take turns, each with one request at a time."""
-    engine = EngineClient(
-        "demo", replicas=2, router="round-robin", launcher=UnhurriedLauncher(), **OPTIONS
-    )
+    engine = EngineClient("demo", replicas=2, router="round-robin", launcher=UnhurriedLauncher(), **OPTIONS)
     with serving(engine, closes=True, replicas=2, admin_key="root") as served:
         yield served
 

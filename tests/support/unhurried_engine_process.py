@@ -1,4 +1,4 @@
-"""An engine process whose steps take a while each, as long as a file is there, which says how many seconds."""
+"""An engine process whose steps take the seconds that a file says, as long as that is there."""
 
 from __future__ import annotations
 
