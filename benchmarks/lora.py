@@ -3,6 +3,7 @@
     python -m benchmarks.lora                             # TinyLlama's shape, rank 16 on all linear layers
     python -m benchmarks.lora --model demo --rounds 9
     python -m benchmarks.lora --rank 64 --requests 1 16 64
+    python -m benchmarks.lora --model qwen3-moe-0.4b --targets q_proj k_proj v_proj o_proj experts
 
 `speed` is the median of paired times: those of an engine without enable_lora over those of the other one.
 """
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--model", default="tinyllama-1.1b", help="a shape, demo or a directory")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", nargs="+", help="lora_target_modules; default: all but experts")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -47,7 +49,8 @@ def main() -> None:
     }
     path = checkpoint(args.model)
     base = LLMEngine(path, **options)
-    slots = {"max_loras": NUM_ADAPTERS, "max_lora_rank": args.rank}
+    slots: dict[str, Any] = {"max_loras": NUM_ADAPTERS, "max_lora_rank": args.rank}
+    slots["lora_target_modules"] = args.targets
     engine = LLMEngine(path, **options, enable_lora=True, **slots)
     print(engine.describe())
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
 from ..options.config import EngineConfig
 from .options import SHORT, SWITCHED_OFF, is_mapping, option_type
-from .vllm_options import is_switch, value_of
+from .vllm_options import SEVERAL, is_switch, value_of
 
 Group = TypeVar("Group", bound="argparse._ActionsContainer")
 
@@ -105,4 +105,13 @@ class _Texts(argparse.Action):
 def _neutral_kind(name: str, neutral: Neutral) -> dict[str, Any]:
     if is_switch(name):
         return {"action": argparse.BooleanOptionalAction}
+    if name in SEVERAL:
+        return {"type": lambda text: value_of(text, neutral), "nargs": "+", "action": _OneOrSeveral}
     return {"type": lambda text: value_of(text, neutral)}
+
+
+class _OneOrSeveral(argparse.Action):
+    """Takes one value as it is, and several as a list."""
+
+    def __call__(self, _: Any, namespace: Any, values: Any, __: Any = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)

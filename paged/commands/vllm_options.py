@@ -13,6 +13,11 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.from_vllm import SECRETS, Neutral, neutral_of, without_neutral
 
+# Options that take several values after one flag.
+SEVERAL = (
+    *("served_model_name", "ignore_patterns", "logits_processors", "collect_detailed_traces", "device_ids"),
+    *("kv_cache_dtype_skip_layers", "numa_bind_nodes", "numa_bind_cpus", "sleep_preserve_parameter_names"),
+)
 _SHORT = {
     "-dp": "data_parallel_size",
     "-dcp": "decode_context_parallel_size",
@@ -44,10 +49,10 @@ def without_flag(command: str, args: list[str], unknown: str) -> list[str] | Non
     rest = args[at + 1 :]
     if not equals and not is_switch(name) and rest and not rest[0].startswith("--"):
         value = rest.pop(0)
-    if any(isinstance(each, list) for each in _neutral()[name].values):
-        while rest and not equals and not rest[0].startswith("-"):
+    if name in SEVERAL and not equals:
+        while rest and not rest[0].startswith("-"):
             value = f"{value} {rest.pop(0)}"
-        given = value_of(value, _neutral()[name])
+    given = value_of(value, _neutral()[name])
     if is_switch(name) and not equals:
         given = not is_off
     if dot:  # --speculative-config.method: a part of the value

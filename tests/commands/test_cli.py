@@ -648,12 +648,6 @@ def test_options_take_several_values_after_one_flag(line):
     assert (" ".join(found), " ".join(positional)) == SEVERAL[line]
 
 
-def test_vllm_options_of_several_values_are_read_whole(run):
-    with_two = ["run-batch", "in", "out", "--ignore-patterns", "original/**/*", "x"]
-    assert "got --ignore-patterns original/**/* x: weights are read" in run.refused(*with_two)
-    assert "in: No such file" in run.refused(*with_two[:-1], code=1)
-
-
 def test_empty_stdin(run):
     assert "stdin is empty" in run.refused("generate", stdin="")
 

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
+from paged import EngineArgs, FlexibleArgumentParser
 from paged.base.errors import ConfigError, PagedError
 from paged.base.from_vllm import neutral_of
 from paged.commands.settings import from_environment, from_file
-from paged.commands.vllm_options import without_flag
+from paged.commands.vllm_options import SEVERAL, without_flag
 
 # Options of `paged serve` that have these names in vLLM too, where they mean the same.
 TABLE = {**neutral_of("serve"), **neutral_of("EngineArgs")}
@@ -102,3 +103,17 @@ def test_a_token_of_the_hub_is_in_no_message(run, tmp_path):
     with pytest.raises(PagedError) as error:
         from_environment({}, {"PAGED_HF_TOKEN": "topsecret"})
     assert "topsecret" not in str(error.value)
+
+
+def test_options_of_several_values_are_read_whole():
+    """By the parser of vLLM's scripts, and by the commands."""
+    neutral = neutral_of("EngineArgs")
+    assert neutral.keys() >= {*SEVERAL}
+    for name in SEVERAL:
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        flag = f"--{name.replace('_', '-')}"
+        assert getattr(parser.parse_args([flag, "a", "b"]), name) == ["a", "b"]
+        with pytest.raises(ConfigError, match=re.escape(f"got {flag} a b: ")):
+            without_flag("paged serve", ["m", flag, "a", "b", "--port", "1"], flag)
+    pattern = ["m", "--ignore-patterns", "original/**/*", "--port", "1"]
+    assert without_flag("paged serve", pattern, "--ignore-patterns") == ["m", "--port", "1"]

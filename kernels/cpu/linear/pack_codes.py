@@ -12,6 +12,7 @@ from ...checks import (
     check_multiple,
     check_positive,
     check_shape,
+    check_tensor,
     is_trusted,
 )
 from ...half_bytes import HalfBytes
@@ -80,8 +81,9 @@ def pack_codes(
     if scale_divisor is not None:
         scale, scale_unit, low_unit = _as_product(scale, scale_unit, scale_divisor)
     factors = dict(zip(_NAMES, (scale, zero, offset, scale_unit, offset_unit, low_unit), strict=True))
-    given = {name: x for name, x in factors.items() if x is not None or name == "scale"}
+    given = {name: x for name, x in factors.items() if x is not None}
     _check_codes(codes, table, pairs=pairs, gated=gated)
+    check_tensor("scale", scale)
     _check_factors(codes, given)
     out_features, in_features = codes.shape
     num_panels = num_panels_of(out_features, gated)
