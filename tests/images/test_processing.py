@@ -252,7 +252,7 @@ def test_the_processor_of_texts_has_the_sizes_of_pixtral():
     given = {**FAMILIES["mistral3"].processor, "patch_size": {"height": 16, "width": 16}}
     beside = {"patch_size": vision.tower.patch_size, "spatial_merge_size": vision.projector.side}
     assert processing_of(vision, given, beside) == vision.processing
-    with pytest.raises(CheckpointError, match="patch_size 16 contradicts config.json, whose tower has 4"):
+    with pytest.raises(CheckpointError, match=r"patch_size 16 contradicts config\.json, whose tower has 4"):
         processing_of(vision, given, {**beside, "patch_size": 16})
 
 
