@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
-RESULT = "<tool_response>"
-RESULT_END = "</tool_response>"
+RESPONSE_START = "<tool_response>"
+RESPONSE_END = "</tool_response>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ def _add_result(shown: list[Message], message: Message) -> None:
     content = message.get("content") or ""
     if not isinstance(content, str) and all("text" in part for part in content):
         content = "\n".join(part["text"] for part in content)
-    result = _joined(RESULT, content, RESULT_END, between="\n")
-    if shown and shown[-1].get("role") == "user" and _end_of(shown[-1]["content"]).endswith(RESULT_END):
+    result = _joined(RESPONSE_START, content, RESPONSE_END, between="\n")
+    if shown and shown[-1].get("role") == "user" and _end_of(shown[-1]["content"]).endswith(RESPONSE_END):
         result = _both(shown.pop()["content"], result)
     shown.append({"role": "user", "content": result})
 
