@@ -51,8 +51,7 @@ def report_of(result: dict[str, Any], beside: Path) -> str:
         )
     for row in sections.get("engine", {"rows": []})["rows"]:
         told = row.get("skipped") or (
-            f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s "
-            f"and {row['steps']:,} steps; "
+            f"{row['tokens_per_s']:,.0f} output tokens/s in {row['seconds']:.1f} s, {row['steps']:,} steps; "
             f"{row['graphs']} CUDA graphs took {row['graph_mib']:,.0f} MiB and {row['graph_s']:.1f} s"
         )
         lines.append(f"{row['case'].capitalize()}: {told}.\n")

@@ -264,6 +264,8 @@ class Worker:
             else:
                 yield self.engine_row(name, what, options)
                 gc.collect()  # the next engine takes as much of the memory
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
 
     def engine_row(self, name: str, what: str, options: dict[str, Any]) -> Row:
         """Run the benchmark with an engine of these options."""

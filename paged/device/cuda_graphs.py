@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 T = TypeVar("T")
-MOST_LOST = 8  # captures that the device has dropped: the memory of each stays allocated
+MOST_DROPPED = 8  # captures that the device ended early: the memory of each stays allocated
 # By GPU. cuBLAS keeps a workspace for each stream that it has seen, of 32 MiB on an H100.
 _streams: dict[int, torch.cuda.Stream] = {}
 _capturing = threading.Lock()  # torch allows one capture at a time in a process
@@ -46,10 +46,10 @@ class GraphPool:
         compute() runs once before the capture, because the first launch of a kernel compiles and loads it,
         and checks the arguments. If either run raises, nothing is captured.
 
-        Raises RuntimeError without a run if MOST_LOST captures were lost before.
+        Raises RuntimeError without a run if MOST_DROPPED captures were dropped before.
         """
-        if len(self._lost) >= MOST_LOST:
-            raise RuntimeError(f"{MOST_LOST} captures have failed on {self._device}, and no more are tried")
+        if len(self._lost) >= MOST_DROPPED:
+            raise RuntimeError(f"{MOST_DROPPED} captures have failed on {self._device}, and no more are tried")
         compute()
         current = torch.cuda.current_stream(self._device)
         stream = self._stream()

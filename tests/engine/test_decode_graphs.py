@@ -14,7 +14,7 @@ import torch
 
 from paged import LLMEngine, SamplingParams
 from paged.base.errors import ConfigError, ResourceError
-from paged.device.cuda_graphs import MOST_LOST, GraphPool
+from paged.device.cuda_graphs import MOST_DROPPED, GraphPool
 from paged.kernels.gpu.target import in_interpreter
 from paged.options.config import EngineConfig
 from paged.runner import decode_graphs, graph_store
@@ -290,12 +290,12 @@ def test_captures_that_the_device_drops_spoil_no_other_and_are_not_tried_for_eve
     with late_cuda(0) as gpu:
         numbers = torch.ones(3, device="cuda")
         pool = GraphPool(torch.device("cuda"))
-        for _ in range(MOST_LOST):
+        for _ in range(MOST_DROPPED):
             graph, made = pool.capture(lambda: numbers + 1)
             with pytest.raises(RuntimeError, match=r"waits|transfer"):
                 pool.capture(numbers.tolist)
             assert not gpu.recording
-        with pytest.raises(RuntimeError, match=f"{MOST_LOST} captures have failed on cuda"):
+        with pytest.raises(RuntimeError, match=f"{MOST_DROPPED} captures have failed on cuda"):
             pool.capture(lambda: numbers + 1)
         graph.replay()
         assert made.tolist() == [2.0] * 3
