@@ -521,6 +521,8 @@ def test_layers_of_unknown_kinds_and_models_without_attention_are_refused(archit
 @pytest.mark.parametrize(
     ("architecture", "values", "message"),
     [
+        ("Qwen3_5ForCausalLM", {"attn_output_gate": False}, "attn_output_gate False is not supported; only"),
+        ("Qwen3NextForCausalLM", {"output_gate_type": "sigmoid"}, "'sigmoid' is not supported; only silu"),
         (
             "NemotronHForCausalLM",
             {"hybrid_override_pattern": "M*x" * 12},
@@ -563,7 +565,7 @@ def test_layers_of_unknown_kinds_and_models_without_attention_are_refused(archit
         ),
     ],
 )
-def test_what_hybrids_of_mamba_do_not_have_is_named(architecture, values, message):
+def test_what_hybrids_do_not_have_is_named(architecture, values, message):
     known = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     with pytest.raises(UnsupportedModelError, match=message):
         from_hf(known | SIZES | values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...base.errors import CheckpointError
+from ...base.errors import CheckpointError, UnsupportedModelError
 from ...base.validation import check_int, check_number, shown
 from ..config import ModelConfig, TensorNames
 from ..spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, NormNames
@@ -115,6 +115,10 @@ _LFM2_NORMS = NormNames(before_attention="operator_norm", before_mlp="ffn_norm")
 
 def _qwen(hf: Config, feed_forwards: list[FeedForwardSpec | ExpertsSpec], **fields: Any) -> ModelConfig:
     """Read what the hybrids of Qwen have in common. fields: of ModelConfig."""
+    for key, supported in (("attn_output_gate", (True,)), ("output_gate_type", ("silu", "swish"))):
+        if hf.get(key, supported[0]) not in (*supported, None):
+            known = ", ".join(map(str, supported))
+            raise UnsupportedModelError(f"{key} {shown(hf[key])} is not supported; only {known}")
     bias = flag(hf, "attention_bias")
     rope = read_rope(hf, partial=True)
     attention = read_attention(hf, rope=rope, qkv_bias=bias, output_bias=bias, qk_norm="head", gate=True)

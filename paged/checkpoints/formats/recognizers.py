@@ -85,5 +85,7 @@ def _module(part: StoredPart, names: TensorNames, codes: StoredTensor | None) ->
     known += [name.removesuffix(".") for name in names.all_in_checkpoint(f"{part.name}.")]
     is_table = part.name.rpartition(".")[2].startswith("embed_")
     is_stacked = codes is None and stored is not None and stored.name.endswith("]")  # by `experts_of`
-    kind = "Embedding" if is_table else "Stack" if is_stacked else "Linear"
-    return Module((*dict.fromkeys(known), part.name), kind)
+    return Module(
+        (*dict.fromkeys(known), part.name),
+        "Embedding" if is_table else "Stack" if is_stacked else "Linear",
+    )
