@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from ...architectures.gguf_paths import is_gguf, listed, part_paths
+from ...architectures.gguf_tags import tags_of
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
 from ..hub import HUB_FILES, HUB_IGNORED
-from .local import hub_cache, tags_of
+from .local import hub_cache
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
