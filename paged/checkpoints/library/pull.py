@@ -237,9 +237,8 @@ class _Download:
 
     def _fetch(self, part: BinaryIO, begin: int, on_size: Callable[[int], None]) -> None:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import hf_raise_for_status
         from huggingface_hub.utils._headers import build_hf_headers
-        from huggingface_hub.utils._http import get_session
+        from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
         url = hf_hub_url(self._model.name, self._file.name, revision=self._model.commit)
         headers = {**build_hf_headers(), "accept-encoding": "identity"}
