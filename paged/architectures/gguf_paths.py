@@ -28,7 +28,6 @@ GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 HEADERS_ALONE = "paged.headers_alone"
 SUFFIX = ".gguf"  # in small letters or capitals
 PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.ASCII)
-_NO_MODEL = re.compile(r"mmproj|imatrix\.gguf$")  # towers of images, and statistics of a quantisation
 _MAX_PARTS = 1024
 
 
@@ -45,7 +44,7 @@ def gguf_files(directory: Path) -> list[str]:
 def models_of(names: Iterable[str]) -> list[str]:
     """Return the names of GGUF files that are models. A model in parts appears once, by its first part."""
     firsts = {PART_NAME.sub(r"\1-00001-of-\3\4", name) for name in names}
-    return sorted(name for name in firsts if not _NO_MODEL.search(name.lower()))
+    return sorted(name for name in firsts if not re.search(r"mmproj|imatrix\.gguf$", name.lower()))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..architectures.gguf_paths import is_gguf, listed, models_of, part_paths
+from ..architectures.gguf_tags import tags_of
 from ..base.errors import CheckpointError, MissingModelError
 
 # What an engine reads of a repository.
@@ -166,8 +167,6 @@ class _Repository:
 
 def _of_quantisation(model: str, quantisation: str, names: Iterable[str]) -> str:
     """Return the file whose name has the quantisation. Raises CheckpointError, with those that there are."""
-    from .library.local import tags_of
-
     # UD-Q4_K_M, for instance, has the word Q4_K_M in it, too.
     for tag, name in tags_of(names).items():
         if tag.casefold() == quantisation.casefold():

@@ -59,7 +59,7 @@ def rm(
     found = _listed(weights_cache)
     chosen = {each.kept: None for each in found if not names}
     for name in names or []:
-        own = [each.kept for each in found if each.kept.path.stem.startswith(name)]
+        own = [each.kept for each in found if name and each.kept.path.stem.startswith(name)]
         if not own:
             raise CliError(f"no packed weights are kept as {name!r}; paged cache lists what is")
         chosen |= dict.fromkeys(own)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ..architectures.config import DEMO
 from ..architectures.gguf_paths import is_gguf
+from ..architectures.gguf_tags import quantisation_of
 from ..base.errors import PagedError
-from ..checkpoints.library.local import LocalModel, quantisation_of
+from ..checkpoints.library.local import LocalModel
 from ..checkpoints.library.models_file import ModelEntry
 from ..engine.async_base import AsyncEngine
 from ..protocol.ollama.answers import moment

@@ -239,12 +239,19 @@ def test_bodies_of_clients_in_go_have_every_field(server):
     asked = {**asked, "model": "a", "format": "", "keep_alive": "5m0s", "think": None, "stream": None}
     for path, more in (("generate", {"prompt": "", "suffix": ""}), ("chat", {"messages": None})):
         body = {**asked, **more} if path == "generate" else {"model": "a", "options": None, **more}
-        (line,) = lines(server, f"/api/{path}", **body)
-        assert line["done_reason"] == "load"
+        assert server.post(f"/api/{path}", **body)["done_reason"] == "load"
     called = {"index": 0, "name": "f", "arguments": {}}
     result = {"role": "tool", "content": "1", "name": "f"}  # the older name of tool_name
     sent = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": called}]}, result]
-    body = {"model": "a", "messages": sent, "truncate": True, "shift": True, "_debug_render_only": False}
+    tools = [{"items": None, "function": {"name": "f", "parameters": {"type": "object", "required": None}}}]
+    body = {
+        "model": "a",
+        "messages": sent,
+        "tools": tools,
+        "truncate": True,
+        "shift": True,
+        "_debug_render_only": False,
+    }
     *_, last = lines(server, "/api/chat", **body, options=OPTIONS)
     assert last["done"]
 

@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ...architectures.gguf_paths import is_gguf, models_of, part_paths
+from ...architectures.gguf_paths import is_gguf, part_paths
+from ...architectures.gguf_tags import quantisation_of, stem_of, tags_of
 from ...base.errors import CheckpointError, ResourceError
 
 _FOLDER = re.compile(r"models--(.+)")
-# A quantisation as publishers write it into the names of GGUF files.
-_QUANTISATION = re.compile(
-    r"(?<![a-z0-9])((?:ud-)?(?:iq|q|tq|bf|f|fp|mxfp|nvfp)\d+(?:_[a-z0-9]+)*)(?![a-z0-9_])", re.IGNORECASE
-)
 
 
 class LocalModel(NamedTuple):
     """A model in the cache of the hub.
 
-    name: owner/name, for a GGUF file with its quantisation: owner/name:Q4_K_M; see `tags_of`.
+    name: owner/name, for a GGUF file with its quantisation: owner/name:Q4_K_M; see `gguf_tags.tags_of`.
     format: "safetensors", or "GGUF" and the quantisation.
     snapshot: the directory of the repository's newest commit here.
     files: the files of the weights in it.
@@ -53,42 +50,6 @@ def hub_cache() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
-
-
-def quantisation_of(name: str) -> str:
-    """Return the quantisation in the name of a GGUF file, else in its folder's; without any its stem."""
-    stem = _stem_of(name)
-    found = _QUANTISATION.findall(stem) or _QUANTISATION.findall(Path(name).parent.name)
-    return str(found[-1]) if found else stem
-
-
-def tags_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the first file of each model by what stands behind the colon of its name.
-
-    That is the quantisation, or the stem of the file where several have the same quantisation. Models of
-    which parts are missing have none.
-    """
-    there = [*filter(is_gguf, names)]
-    by_quantisation = dict[str, list[str]]()
-    for name in models_of(there):
-        with suppress(CheckpointError):
-            part_paths(Path(name), exists=there.__contains__)
-            by_quantisation.setdefault(quantisation_of(name).casefold(), []).append(name)
-    found = dict[str, str]()
-    for same in by_quantisation.values():
-        tag_of = quantisation_of if len(same) == 1 else _stem_of
-        if len({tag_of(name) for name in same}) < len(same):
-            tag_of = _whole_name_of
-        found |= {tag_of(name): name for name in same}
-    return found
-
-
-def _stem_of(name: str) -> str:
-    return re.sub(r"-\d{5}-of-\d{5}$", "", Path(name).stem)
-
-
-def _whole_name_of(name: str) -> str:
-    return "-".join((*Path(name).parent.parts, _stem_of(name)))
 
 
 def local_models() -> list[LocalModel]:
@@ -124,7 +85,7 @@ def find_local(name: str) -> LocalModel | None:
 def _full_names(model: LocalModel) -> set[str]:
     names = {model.name, model.repository}
     if ":" in model.name:  # of files of one quantisation that the hub has, one may be here
-        names.add(f"{model.repository}:{_stem_of(model.path.name)}")
+        names.add(f"{model.repository}:{stem_of(model.path.name)}")
     return {name.casefold() for name in names}
 
 

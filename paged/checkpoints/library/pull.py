@@ -21,9 +21,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from ...architectures.gguf_paths import is_gguf, listed, part_paths
+from ...architectures.gguf_tags import tags_of
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
 from ..hub import HUB_FILES, HUB_IGNORED
-from .local import hub_cache, tags_of
+from .local import hub_cache
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -236,9 +237,8 @@ class _Download:
 
     def _fetch(self, part: BinaryIO, begin: int, on_size: Callable[[int], None]) -> None:
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import hf_raise_for_status
         from huggingface_hub.utils._headers import build_hf_headers
-        from huggingface_hub.utils._http import get_session
+        from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
         url = hf_hub_url(self._model.name, self._file.name, revision=self._model.commit)
         headers = {**build_hf_headers(), "accept-encoding": "identity"}

@@ -174,7 +174,7 @@ class OllamaChatCall(_OllamaCall):
             "chat_template_kwargs": self._variables(),
         }
         if self.values.get("tools"):
-            values["tools"] = self.values["tools"]
+            values["tools"] = [{"type": "function", **tool} for tool in self.values["tools"]]
         self.converse(values)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...base.errors import RequestError
@@ -9,8 +10,9 @@ from ...base.fields import Field, FieldTable, ObjectOf, ignored, refused
 from ...base.json_kinds import Choice, JSONObject, ListOf, OneOf, Text
 from ...base.kinds import Boolean, Integer, Kind, Number, Schema
 from ...base.validation import check_int, shown
+from ...chat.tools import MAX_TOOLS
 from ..fields.common import KEEP_ALIVE
-from ..fields.tools import TOOLS
+from ..fields.tools import TOOL_TABLE, TOOLS
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 _AT_LOAD = "the server decides how models are loaded"
@@ -132,6 +134,10 @@ MESSAGE = FieldTable(
         *_IMAGES,
     ],
 )
+_TYPE, _FUNCTION = TOOL_TABLE.fields
+TOOL = FieldTable(
+    "a tool", [replace(_TYPE, required=False), _FUNCTION, *ignored("items", "a tool is a function")]
+)
 CHAT = FieldTable(
     "/api/chat",
     [
@@ -141,7 +147,7 @@ CHAT = FieldTable(
             ListOf(ObjectOf(MESSAGE), longest=MAX_MESSAGES),
             "the conversation; without any the model is loaded, or with keep_alive 0 unloaded",
         ),
-        TOOLS,
+        replace(TOOLS, kind=ListOf(ObjectOf(TOOL), longest=MAX_TOOLS)),
         *_ANSWER,
     ],
 )
