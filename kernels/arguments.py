@@ -337,7 +337,7 @@ class Rules(KernelCall):
     def add_lora(self) -> None:
         x = self.rows("x")
         num_tokens, in_features = x.shape
-        out = self.tensor("out", (num_tokens, None), x.dtype, written=True)
+        out = self.tensor("out", (num_tokens, None), (x.dtype, torch.float32), written=True)
         size = out.shape[1]
         a = self.tensor("a", (None, None, None, in_features), x.dtype, contiguous=True)
         num_slots, num_parts, max_rank, _ = a.shape

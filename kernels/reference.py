@@ -593,7 +593,7 @@ def mamba2_scan(
 
 def add_lora(
     x: Tensor,  # [num_tokens, in_features]
-    out: Tensor,  # [num_tokens, size], changed in place
+    out: Tensor,  # [num_tokens, size] like x or float32, changed in place
     a: Tensor,  # [num_slots, num_parts, max_rank, in_features], like x
     b: Tensor,  # [num_slots, max_rank, size], like x: transposed, and scaled
     ranks: Tensor,  # i32[num_slots, num_parts], at most max_rank; 0: the slot has no such part

@@ -221,7 +221,7 @@ def _why_no_slots(name: str, shapes: Collection[str]) -> str:
     """Say why a matrix has no slots, and which option gives it some."""
     if f".{EXPERTS}." not in name:
         return (
-            "the model has no such linear layer, it is a router, the embedding or the head, or "
+            "the model has no such linear layer, it is the embedding or the head, or "
             "lora_target_modules leaves it out"
         )
     if any(f".{EXPERTS}." in each for each in shapes):
@@ -281,7 +281,7 @@ def slot_bytes(model: Decoder, max_rank: int, targets: Collection[str] | None) -
 def adaptable(model: Decoder) -> Iterator[Linear]:
     """Yield the linear layers that adapters can change.
 
-    These belong to attention, layers with states, MLPs (shared ones, too) and per-layer embeddings.
+    These belong to attention, layers with states, MLPs (shared ones, too), per-layer embeddings and routers.
     `_of_experts` yields the layers of experts.
     """
     if model.inputs is not None:
@@ -295,7 +295,9 @@ def adaptable(model: Decoder) -> Iterator[Linear]:
         mlps: list[object] = [layer.mlp]
         for experts in _experts_in(layer):
             mlps.append(experts.shared)
-            yield from (each for each in (experts.into_latent, experts.out_of_latent) if each is not None)
+            yield experts.router
+            others = experts.shared_gate, experts.into_latent, experts.out_of_latent
+            yield from (each for each in others if each is not None)
         for mlp in mlps:
             if isinstance(mlp, MLP):
                 yield from (mlp.gate_up, mlp.down)

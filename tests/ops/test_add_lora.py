@@ -13,7 +13,7 @@ EPS = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8
 SLOTS = [2, 2, -1, 0, 3, 2, -1, 1, 1, 0, 3, 3, 3, 2, 2, 2, 2, 2, 2]
 
 
-def case(dtype, in_features, size, max_rank, num_parts, slots=SLOTS, seed=0):
+def case(dtype, in_features, size, max_rank, num_parts, slots=SLOTS, seed=0, out_dtype=None):
     """Return arguments of add_lora: ranks from 0 on, ranges of uneven sizes, NaN beyond each rank."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,7 +33,7 @@ def case(dtype, in_features, size, max_rank, num_parts, slots=SLOTS, seed=0):
         for first, end, part in columns:
             b[slot, ranks[slot, part] :, first:end] = torch.nan
     wide = random(len(slots), in_features + 3)
-    out = random(len(slots), size + 5)
+    out = random(len(slots), size + 5).to(out_dtype or dtype)
     given = {
         "x": wide[:, :in_features],
         "out": out[:, 2 : size + 2],
@@ -52,14 +52,16 @@ def doubled(given):
 
 @pytest.mark.parametrize(("name", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("in_features", "size", "max_rank", "num_parts"),
-    [(64, 96, 8, 1), (71, 1100, 33, 3), (8, 5, 1, 1), (200, 130, 64, 2)],
+    ("in_features", "size", "max_rank", "num_parts", "is_router"),
+    [(64, 96, 8, 1, False), (71, 1100, 33, 3, False), (8, 5, 1, 1, False), (200, 130, 64, 2, True)],
 )
 def test_each_row_gets_what_its_adapter_makes_and_the_same_bits_alone(
-    name, dtype, in_features, size, max_rank, num_parts
+    name, dtype, in_features, size, max_rank, num_parts, is_router
 ):
+    """The output of a router is float32, whatever x is."""
     kernels = load_kernels(name)
-    given = case(dtype, in_features, size, max_rank, num_parts)
+    out_dtype = torch.float32 if is_router else dtype
+    given = case(dtype, in_features, size, max_rank, num_parts, out_dtype=out_dtype)
     exact = doubled(given)
     before = given["out"].clone()
     one_by_one = [
@@ -72,7 +74,7 @@ def test_each_row_gets_what_its_adapter_makes_and_the_same_bits_alone(
     sizes = doubled(given) | {"out": before.double().abs()}
     sizes |= {key: sizes[key].abs() for key in ("x", "a", "b")}
     reference.add_lora(**sizes)
-    bound = (in_features + max_rank + 4) * EPS[torch.float32] * sizes["out"] + EPS[dtype] * exact["out"].abs()
+    bound = (in_features + max_rank + 4) * EPS[torch.float32] * sizes["out"] + EPS[out_dtype] * exact["out"].abs()
     assert ((given["out"] - exact["out"]).abs() <= bound).all()
     is_exact = name == "numba" or DEVICE == "cuda"  # a product of the interpreter is numpy's
     for row, alone in enumerate(one_by_one if is_exact else one_by_one[:1]):

@@ -274,7 +274,7 @@ def _add_lora(kernels: Kernels, generator: random.Random) -> Call:
     in_features, size, rank = generator.choice([8, 37]), generator.choice([16, 37]), generator.randint(1, 5)
     arguments = {
         "x": torch.randn(num_tokens, in_features).to(dtype),
-        "out": torch.randn(num_tokens, size).to(dtype),
+        "out": torch.randn(num_tokens, size).to(generator.choice([dtype, torch.float32])),
         "a": torch.randn(2, 2, rank, in_features).to(dtype),
         "b": torch.randn(2, rank, size).to(dtype),
         "ranks": torch.randint(0, rank + 1, (2, 2), dtype=torch.int32),

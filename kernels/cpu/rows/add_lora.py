@@ -17,6 +17,7 @@ ADD_LORA = Task(
     ("x", "out", "a", "b", "ranks", "columns", "slots"),
     (
         "kind",
+        "out_kind",
         "in_features",
         "size",
         "max_rank",
@@ -35,7 +36,7 @@ by_torch = in_torch("add_lora")
 @checked
 def add_lora(
     x: Tensor,  # [num_tokens, in_features]
-    out: Tensor,  # [num_tokens, size], changed in place
+    out: Tensor,  # [num_tokens, size] like x or float32, changed in place
     a: Tensor,  # [num_slots, num_parts, max_rank, in_features], like x
     b: Tensor,  # [num_slots, max_rank, size], like x: transposed, and scaled
     ranks: Tensor,  # i32[num_slots, num_parts], at most max_rank; 0: the slot has no such part
@@ -61,6 +62,7 @@ def add_lora(
         columns=columns,
         slots=slots,
         kind=KINDS[x.dtype],
+        out_kind=KINDS[out.dtype],
         in_features=in_features,
         size=size,
         max_rank=a.shape[2],

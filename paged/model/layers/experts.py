@@ -113,7 +113,7 @@ class Experts(ManyExperts):
         seen = hidden if routed_by is None else routed_by
         if self.router_norm is not None:
             seen = self.router_norm(seen)
-        logits: Tensor = self.router(seen)
+        logits: Tensor = self.router(seen, adapters)
         if spec.router_scale is not None:
             kernels.scale_and_cap(logits, spec.router_scale)
         router = self.router
@@ -132,7 +132,7 @@ class Experts(ManyExperts):
         if (lora := self.down[0].lora) is not None and rows.adapters is not None:
             lora.add(inner, out, rows.adapters)
         shared = None if self.shared is None else self.shared(hidden, adapters)
-        gate = None if self.shared_gate is None else self.shared_gate(hidden)
+        gate = None if self.shared_gate is None else self.shared_gate(hidden, adapters)
         if self.out_of_latent is None:
             return kernels.sum_experts(out, rows.places, weights, shared, gate)
         projected: Tensor = self.out_of_latent(kernels.sum_experts(out, rows.places, weights), adapters)

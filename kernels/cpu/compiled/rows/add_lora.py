@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import ITEM_SIZES
+from ...formats import FLOAT32, ITEM_SIZES
 from ...rows.add_lora import ADD_LORA, AT_ONCE
 from ...target import LANES
 from ..kernels import each_unit
@@ -17,12 +17,57 @@ from ..simd.vectors import add, fma, function, splat, total
 from .row_kernel import by_kind_with
 
 
+def _expand(kind: int, out_kind: int) -> Any:
+    """Make the function that multiplies by Bᵀ of one kind and adds to an output of another."""
+    size_of = ITEM_SIZES[kind]
+    out_size = ITEM_SIZES[out_kind]
+    load_some, _ = some_of(kind)
+    load_some_out, store_some_out = some_of(out_kind)
+    load = LOADERS[kind][0]
+    load_out = LOADERS[out_kind][0]
+    store_out = STORERS[out_kind][0]
+
+    @function
+    def expand(b, row_bytes, rank, inner, out, count):
+        """Add `inner` times Bᵀ to `count` columns of a row."""
+        step = LANES * size_of
+        out_step = LANES * out_size
+        c = 0
+        while c + AT_ONCE * LANES <= count:
+            s0 = s1 = s2 = s3 = splat(np.float32(0.0))
+            at = b + c * size_of
+            for r in range(rank):
+                factor = splat(get_float(inner + 4 * r))
+                s0 = fma(load(at), factor, s0)
+                s1 = fma(load(at + step), factor, s1)
+                s2 = fma(load(at + 2 * step), factor, s2)
+                s3 = fma(load(at + 3 * step), factor, s3)
+                at += row_bytes
+            to = out + c * out_size
+            store_out(to, add(load_out(to), s0))
+            store_out(to + out_step, add(load_out(to + out_step), s1))
+            store_out(to + 2 * out_step, add(load_out(to + 2 * out_step), s2))
+            store_out(to + 3 * out_step, add(load_out(to + 3 * out_step), s3))
+            c += AT_ONCE * LANES
+        while c < count:
+            left = count - c
+            s0 = splat(np.float32(0.0))
+            at = b + c * size_of
+            for r in range(rank):
+                s0 = fma(load_some(at, left), splat(get_float(inner + 4 * r)), s0)
+                at += row_bytes
+            to = out + c * out_size
+            store_some_out(to, add(load_some_out(to, left), s0), left)
+            c += LANES
+
+    return expand
+
+
 @by_kind_with
 def _add_lora(kind: int) -> Any:
     size_of = ITEM_SIZES[kind]
-    (load_some, store_some) = some_of(kind)
+    load_some, _ = some_of(kind)
     load = LOADERS[kind][0]
-    store = STORERS[kind][0]
 
     @function
     def shrink(x, a, size, rank, inner):
@@ -55,37 +100,8 @@ def _add_lora(kind: int) -> Any:
             set_float(inner + 4 * r + 8, total(s2))
             set_float(inner + 4 * r + 12, total(s3))
 
-    @function
-    def expand(b, row_bytes, rank, inner, out, count):
-        """Add `inner` times Bᵀ to `count` columns of a row."""
-        step = LANES * size_of
-        c = 0
-        while c + AT_ONCE * LANES <= count:
-            s0 = s1 = s2 = s3 = splat(np.float32(0.0))
-            at = b + c * size_of
-            for r in range(rank):
-                factor = splat(get_float(inner + 4 * r))
-                s0 = fma(load(at), factor, s0)
-                s1 = fma(load(at + step), factor, s1)
-                s2 = fma(load(at + 2 * step), factor, s2)
-                s3 = fma(load(at + 3 * step), factor, s3)
-                at += row_bytes
-            to = out + c * size_of
-            store(to, add(load(to), s0))
-            store(to + step, add(load(to + step), s1))
-            store(to + 2 * step, add(load(to + 2 * step), s2))
-            store(to + 3 * step, add(load(to + 3 * step), s3))
-            c += AT_ONCE * LANES
-        while c < count:
-            left = count - c
-            s0 = splat(np.float32(0.0))
-            at = b + c * size_of
-            for r in range(rank):
-                s0 = fma(load_some(at, left), splat(get_float(inner + 4 * r)), s0)
-                at += row_bytes
-            to = out + c * size_of
-            store_some(to, add(load_some(to, left), s0), left)
-            c += LANES
+    expand = _expand(kind, kind)
+    expand_to_floats = _expand(kind, FLOAT32)
 
     @function
     def add_to_row(args, unit, inner):
@@ -113,7 +129,11 @@ def _add_lora(kind: int) -> Any:
                     a = args.a + part * args.max_rank * args.in_features * size_of
                     shrink(x, a, args.in_features, rank, inner)
                     made = part
-                expand(b + first * size_of, row_bytes, rank, inner, out + first * size_of, end - first)
+                own_b = b + first * size_of
+                if args.out_kind == kind:
+                    expand(own_b, row_bytes, rank, inner, out + first * size_of, end - first)
+                else:
+                    expand_to_floats(own_b, row_bytes, rank, inner, out + 4 * first, end - first)
 
     return add_to_row
 
