@@ -249,7 +249,7 @@ REFUSED = {
         "qwen3_moe",
         "model.layers.0.mlp.experts.base_layer",
     ): r"\[\] name 0 weights of experts",
-    ("qwen3_moe", "model.layers.0.mlp.gate"): "it is a router",
+    ("qwen3_moe", "model.layers.0.mlp.gate"): r"is \[8, 48\], but its lora_A",
     ("gemma3-vision", "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"): "not loaded",
     ("gemma3-vision", "model.multi_modal_projector.linear"): "not loaded|does not have",
     ("llama", "transformer.h.0.attn.c_attn"): "no slots",

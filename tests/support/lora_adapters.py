@@ -27,13 +27,13 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = {
     "qwen3_moe": {
         "target_modules": ["q_proj", "o_proj"],
-        "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"],
         "rank_pattern": {"experts.down_proj": 2},
         "alpha_pattern": {r"layers\.1\..*gate_up_proj": 3},
     },
     "gpt_oss": {"target_modules": ["v_proj"], "target_parameters": ["gate_up_proj"], "use_rslora": True},
     "qwen2_moe": {
-        "target_modules": r".*shared_expert\.(gate|up)_proj",
+        "target_modules": r".*shared_expert(\.(gate|up)_proj|_gate)",
         "target_parameters": ["experts.down_proj", "shared_expert.down_proj.weight"],
         "rank_pattern": {"shared_expert.down_proj.weight": 1},
     },
@@ -41,7 +41,7 @@ EXPERTS = {
         "target_modules": ["v_proj"],
         "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
     },
-    "gemma4-experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+    "gemma4-experts": {"target_modules": ["q_proj", "router.proj"], "target_parameters": ["experts.gate_up_proj"]},
     "nemotron_h_moe": {
         "target_modules": ["shared_experts.up_proj"],
         "target_parameters": ["experts.up_proj", "experts.down_proj"],
@@ -140,6 +140,8 @@ def adapter_of(
 def with_experts(model: str) -> list[str]:
     """Return the lora_target_modules of a tiny mixture of experts, with what is beside them."""
     beside = {"gpt_oss": (), "nemotron_h_moe": MLP[1:]}.get(model, MLP)
+    gates = {"qwen3_moe": ("gate",), "qwen2_moe": ("shared_expert_gate",), "gemma4-experts": ("router",)}
+    beside += gates.get(model, ())
     return [*ATTENTION, *beside, "experts"]
 
 
