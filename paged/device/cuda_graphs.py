@@ -49,7 +49,9 @@ class GraphPool:
         Raises RuntimeError without a run if MOST_DROPPED captures were dropped before.
         """
         if len(self._lost) >= MOST_DROPPED:
-            raise RuntimeError(f"{MOST_DROPPED} captures have failed on {self._device}, and no more are tried")
+            raise RuntimeError(
+                f"{MOST_DROPPED} captures have failed on {self._device}, and no more are tried"
+            )
         compute()
         current = torch.cuda.current_stream(self._device)
         stream = self._stream()
