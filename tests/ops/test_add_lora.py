@@ -74,7 +74,8 @@ def test_each_row_gets_what_its_adapter_makes_and_the_same_bits_alone(
     sizes = doubled(given) | {"out": before.double().abs()}
     sizes |= {key: sizes[key].abs() for key in ("x", "a", "b")}
     reference.add_lora(**sizes)
-    bound = (in_features + max_rank + 4) * EPS[torch.float32] * sizes["out"] + EPS[out_dtype] * exact["out"].abs()
+    bound = (in_features + max_rank + 4) * EPS[torch.float32] * sizes["out"]
+    bound += EPS[out_dtype] * exact["out"].abs()
     assert ((given["out"] - exact["out"]).abs() <= bound).all()
     is_exact = name == "numba" or DEVICE == "cuda"  # a product of the interpreter is numpy's
     for row, alone in enumerate(one_by_one if is_exact else one_by_one[:1]):
