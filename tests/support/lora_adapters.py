@@ -41,7 +41,10 @@ EXPERTS = {
         "target_modules": ["v_proj"],
         "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
     },
-    "gemma4-experts": {"target_modules": ["q_proj", "router.proj"], "target_parameters": ["experts.gate_up_proj"]},
+    "gemma4-experts": {
+        "target_modules": ["q_proj", "router.proj"],
+        "target_parameters": ["experts.gate_up_proj"],
+    },
     "nemotron_h_moe": {
         "target_modules": ["shared_experts.up_proj"],
         "target_parameters": ["experts.up_proj", "experts.down_proj"],
