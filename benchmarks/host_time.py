@@ -157,6 +157,8 @@ class _NoGraphs:
 
     def __init__(self, _: torch.device) -> None: ...
 
+    def renew(self) -> None: ...
+
     def capture(self, compute: Callable[[], Any]) -> tuple[SimpleNamespace, Any]:
         return SimpleNamespace(replay=lambda: None), compute()
 

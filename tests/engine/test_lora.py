@@ -170,7 +170,7 @@ FORMS = {
     "int8": {"quantization": "int8", "dtype": "bfloat16"},
     "int4": {"quantization": "int4", "dtype": "float32"},
     "draft": {},  # the model itself
-    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4}},
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False}},
 }
 
 

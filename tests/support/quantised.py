@@ -366,7 +366,8 @@ def quantised_checkpoint(
     codes: dict[str, Tensor] = dict(extra or {})
     floats: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        writer = write(name) if 2 <= tensor.dim() <= 3 else None
+        is_stack = tensor.dim() == 3 and tensor.shape[1] > 1  # not the taps of a convolution
+        writer = write(name) if tensor.dim() == 2 or is_stack else None
         if writer is None:
             codes[name] = floats[name] = tensor
             continue

@@ -483,7 +483,7 @@ def test_the_process_goes_with_its_owner_and_is_replaced_when_it_died():
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             {},
-            r"content\[0\] is of type 'image_url'; only",
+            r"content\[0\] is of type 'image_url'; 'text', and",
         ),
         ([{"role": "user", "content": ["x"]}], {}, r'must be a dict such as {"type": "text"'),
         ([{"role": "user", "content": [{"type": "text"}]}], {}, r'\["text"\] must be a string, got None'),
