@@ -17,7 +17,7 @@ from paged.model.division import check_shards
 from paged.ranks.driver import DriverRunner
 from paged.ranks.layout import RankLayout
 from paged.runner.model_runner import ModelRunner
-from tests.runner.test_plan import KINDS
+from tests.runner.test_plan import KINDS, SUFFIXES
 from tests.support.checkpoints import CONFIGS, assert_all_free, checkpoint
 from tests.support.engine_uses import Case, generated, greedy, sampled
 from tests.support.ranks import ranked_engines
@@ -177,9 +177,7 @@ def in_pairs(engine: LLMEngine) -> Any:
 USES = {
     **KINDS,
     "preemption": Case("qwen3", {"block_size": 8, "num_blocks": 9, "max_model_len": 40}, in_pairs),
-    "drafts of grammars": Case(
-        "demo", {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}, KINDS["a grammar"].use
-    ),
+    "drafts of grammars": Case("demo", {"speculative_config": SUFFIXES}, KINDS["a grammar"].use),
 }
 
 

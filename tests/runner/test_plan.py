@@ -24,15 +24,16 @@ def repeated(engine: LLMEngine) -> Result:
     return Result(generated(engine, [[7] * 20, [*range(9)]], greedy(30)))
 
 
+SUFFIXES = {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False}
 # With prompts that are computed in chunks, beside decodes.
 KINDS = {
     **CASES,
     "chunks": Case("qwen3", {"max_num_batched_tokens": 24}, sampled),
-    "drafts": Case("qwen3", {"speculative_config": {"method": "suffix", "prompt_lookup_min": 1}}, repeated),
+    "drafts": Case("qwen3", {"speculative_config": SUFFIXES}, repeated),
     "drafts and states": Case(
         "qwen3_5",
         {
-            "speculative_config": {"method": "suffix", "prompt_lookup_min": 1, "adaptive": False},
+            "speculative_config": SUFFIXES,
             "num_blocks": 4,
             "preemption_mode": "swap",
             "swap_space": 0.01,
