@@ -131,6 +131,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     frequency_penalty: subtracted once for every time the token was generated.
     repetition_penalty: positive logits of tokens in the prompt or the output are divided by it, negative ones
         multiplied (Keskar et al., 2019); 1 changes nothing.
+    repetition_penalty_last_n: number of last tokens at which repetition_penalty looks; -1 takes all, 0 none.
     dry_multiplier: DRY subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a
         token that would extend a repetition of n tokens; 0 turns it off.
     dry_base: see dry_multiplier.
@@ -183,6 +184,7 @@ class SamplingParams(metaclass=ExplainsMissing):
     frequency_penalty: float = of_kind(Number(-2.0, 2.0), 0.0)
     # Beyond these, ordinary float32 logits become 0 or inf.
     repetition_penalty: float = of_kind(Number(1e-6, 1e6), 1.0)
+    repetition_penalty_last_n: int = of_kind(Integer(-1), -1)
     dry_multiplier: float = of_kind(Number(0.0), 0.0)
     dry_base: float = of_kind(Number(1.0), 1.75)
     dry_allowed_length: int = of_kind(Integer(1), 2)
@@ -255,8 +257,14 @@ class SamplingParams(metaclass=ExplainsMissing):
 
     @property
     def penalizes(self) -> bool:
-        """Whether a penalty on earlier tokens changes the logits."""
-        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+        """Whether a penalty on all earlier tokens changes the logits."""
+        of_all = self.repetition_penalty != 1.0 and self.repetition_penalty_last_n < 0
+        return of_all or bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def penalizes_last(self) -> bool:
+        """Whether a penalty on the last tokens changes the logits."""
+        return self.repetition_penalty != 1.0 and self.repetition_penalty_last_n > 0
 
     @property
     def edits_logits(self) -> bool:
@@ -268,6 +276,7 @@ class SamplingParams(metaclass=ExplainsMissing):
         """Whether anything besides a grammar's masks changes the logits."""
         return (
             self.penalizes
+            or self.penalizes_last
             or self.dry_multiplier > 0.0
             or self.min_tokens > 0
             or self.allowed_token_ids is not None

@@ -28,10 +28,13 @@ class StepEdits(NamedTuple):
     """The edits of one step, in addition to the edits of the batch.
 
     banned: flat indices of the logits that only this step bans.
+    repeated: flat indices of the logits of the last tokens of requests that penalize these alone, and their
+        penalties.
     """
 
     banned: Sent | None
     recount: Recount | None
+    repeated: tuple[Sent, Sent] | None
 
 
 class LogitsEdits:
@@ -64,6 +67,7 @@ class LogitsEdits:
         self._words = [(r, q, long) for r, q, bad in words if (long := _by_last_but_one(bad))]
         self._early = [(r, q, p) for r, q, p in rows if p.min_tokens and q.stop_ids]
         self._biases = self._logit_biases([(r, q, p) for r, q, p in rows if p.logit_bias], upload)
+        self._repeating = [(r, q, p) for r, q, p in rows if p.penalizes_last]
         penalized = [(r, q, p) for r, q, p in rows if p.penalizes]
         history.keep([request for _, request, _ in penalized], upload)
         self._penalized = penalized
@@ -101,7 +105,8 @@ class LogitsEdits:
     def are_penalties(self, step: StepEdits) -> bool:
         """Return whether the edits of a step are penalties only, for requests without drafts."""
         of_batch = self._allowed, self._banned, self._biases, self._dry_rows, step.banned
-        is_more = any(sent is not None for sent in of_batch) or self._words or self._early or self._processed
+        of_texts = self._words or self._early or self._repeating or self._processed
+        is_more = any(sent is not None for sent in of_batch) or of_texts
         return not is_more and step.recount is not None and step.recount.drafts is None
 
     def prepare(self, positions: Sequence[int], upload: Upload) -> StepEdits:
@@ -113,7 +118,8 @@ class LogitsEdits:
         recount = None
         if self._penalties is not None:
             recount = self.history.prepare([positions[row] for row in self._penalized_rows], upload)
-        return StepEdits(upload.put(banned, torch.int64) if banned else None, recount)
+        sent = upload.put(banned, torch.int64) if banned else None
+        return StepEdits(sent, recount, self._last_tokens(upload))
 
     def apply(self, logits: Tensor, step: StepEdits) -> dict[int, RowError]:
         """Edit the logits f32[num_rows, vocab_size] in place. Return the errors of failed rows."""
@@ -128,6 +134,10 @@ class LogitsEdits:
                 flat.index_fill_(0, banned.tensor, -torch.inf)
         if self._biases is not None:
             flat.index_add_(0, *(sent.tensor for sent in self._biases))
+        if step.repeated is not None:
+            index, penalty = (sent.tensor for sent in step.repeated)
+            values = flat[index]
+            flat[index] = torch.where(values > 0, values / penalty, values * penalty)
         if self._penalties is not None and step.recount is not None:
             rows, *columns = (sent.tensor for sent in self._penalties)
             history = self.history
@@ -186,6 +196,17 @@ class LogitsEdits:
                     banned.append(self._flat_index(row, word[-1]))
         return banned
 
+    def _last_tokens(self, upload: Upload) -> tuple[Sent, Sent] | None:
+        """Send the tokens of each window of repetition_penalty_last_n, and their penalties."""
+        if not self._repeating:
+            return None
+        penalties = {
+            self._flat_index(row, token): p.repetition_penalty
+            for row, q, p in self._repeating
+            for token in q.token_ids[-p.repetition_penalty_last_n :]
+        }
+        return upload.put([*penalties], torch.int64), upload.put([*penalties.values()], torch.float32)
+
     def _early_stops(self, positions: Sequence[int]) -> list[int]:
         """Return the stop tokens of requests that have not reached min_tokens."""
         if not self._early:
@@ -200,7 +221,8 @@ class LogitsEdits:
 
 
 def _penalties_of(params: SamplingParams) -> tuple[float, float, float]:
-    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    of_all = params.repetition_penalty if params.repetition_penalty_last_n < 0 else 1.0
+    return of_all, params.frequency_penalty, params.presence_penalty
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, list[tuple[int, ...]]]:

@@ -180,6 +180,7 @@ def follows_its_text(request: Request) -> bool:
     return (
         request.is_beam
         or request.sampling.grammar is not None
+        or params.penalizes_last
         or bool(params.logits_processors)
         or (params.dry_multiplier > 0.0 and params.dry_penalty_last_n != 0)
         or any(len(word) > 1 for word in inputs.rules.bad_words)

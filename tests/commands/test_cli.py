@@ -140,6 +140,7 @@ FLAGS = {
     "presence_penalty": (["--presence-penalty", "-1"], -1.0),
     "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
     "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "repetition_penalty_last_n": (["--repetition-penalty-last-n", "8"], 8),
     "dry_multiplier": (["--dry-multiplier", "0.8"], 0.8),
     "dry_base": (["--dry-base", "2"], 2.0),
     "dry_allowed_length": (["--dry-allowed-length", "3"], 3),

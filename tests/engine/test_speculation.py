@@ -157,6 +157,7 @@ CHANGES: dict[str, Callable[[random.Random], Any]] = {
     "presence_penalty": lambda rng: rng.choice([-0.5, 0.7]),
     "frequency_penalty": lambda rng: rng.choice([-0.2, 0.5]),
     "repetition_penalty": lambda rng: rng.choice([0.9, 1.3]),
+    "repetition_penalty_last_n": lambda rng: rng.choice([-1, 3, 16]),
     "dry_multiplier": lambda _: 0.8,
     "dry_base": lambda rng: rng.choice([1.2, 3.0]),
     "dry_allowed_length": lambda rng: rng.randint(1, 3),

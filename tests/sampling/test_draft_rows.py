@@ -44,6 +44,7 @@ RULES = TokenRules(
 EDITS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
     {"presence_penalty": 0.9, "repetition_penalty": 0.8},
+    {"presence_penalty": 0.9, "repetition_penalty": 1.4, "repetition_penalty_last_n": 3},
     {"dry_multiplier": 2.0, "dry_allowed_length": 1},
     {"temperature": 0.0, "dry_multiplier": 1.5, "dry_penalty_last_n": 6, "frequency_penalty": 0.3},
     {"temperature": 0.0, "dry_multiplier": 4.0, "dry_allowed_length": 1},

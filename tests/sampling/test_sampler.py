@@ -170,6 +170,23 @@ def test_edits_equal_those_of_hugging_face(vocab_size):
         torch.testing.assert_close(edited(row, new_request(prompt, output, **params)), expected)
 
 
+def test_a_window_of_repetitions_is_their_penalty_for_its_tokens_alone():
+    row, tokens = row_of(), [1, 5, 5, 2, 7, 3, 7]
+    for length in (1, 2, 4, 6, 99):
+        for output in range(4):
+            request = new_request(
+                tokens[: 7 - output],
+                tokens[7 - output :],
+                repetition_penalty=1.7,
+                repetition_penalty_last_n=length,
+            )
+            ids = torch.tensor([tokens[-length:]])
+            expected = RepetitionPenaltyLogitsProcessor(1.7)(ids, row[None].clone())[0]
+            assert torch.equal(edited(row, request), expected)
+    none = new_request([1, 5], [2], repetition_penalty=1.7, repetition_penalty_last_n=0)
+    assert torch.equal(edited(row, none), row)
+
+
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 211, 1009])
 def test_logprobs_are_of_the_logits_before_any_parameter(vocab_size):
     logits = torch.stack([row_of(vocab_size, seed) for seed in range(6)])

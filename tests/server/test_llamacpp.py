@@ -146,7 +146,6 @@ def test_a_model_without_such_tokens_is_told(served):
     [
         ({"n_indent": -1}, "n_indent must be at least 0"),
         ({"mirostat": 1}, "mirostat is not supported"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n 64 is not supported"),
         ({"xtc_probability": 0.5}, "xtc_probability is not supported"),
         ({"grammar": "x", "json_schema": {}}, "give either grammar or json_schema"),
         ({"temprature": 1}, "did you mean 'temperature'?"),

@@ -272,7 +272,11 @@ def test_what_is_shown_is_the_context_of_a_load(engine, file):
         ({"num_predict": 9}, {"max_tokens": 9}),
         ({"top_k": 0, "top_p": 1.0, "typical_p": 1.0}, {"top_k": -1, "top_p": 1.0, "typical_p": 1.0}),
         ({"top_k": -1}, {"top_k": -1}),
-        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2, "repetition_penalty_last_n": 64}),
+        (
+            {"repeat_penalty": 1.2, "repeat_last_n": -1},
+            {"repetition_penalty": 1.2, "repetition_penalty_last_n": -1},
+        ),
         ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {}),
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
         ({"seed": -1, "mirostat": 0, "tfs_z": 1.0}, {}),
@@ -290,10 +294,6 @@ def test_options_by_ollamas_names(options, params):
     [
         ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
         ({"options": {"num_predict": 0}}, "options.num_predict 0 generates nothing"),
-        (
-            {"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}},
-            "options.repeat_last_n 64 is not supported",
-        ),
         (
             {"options": {"num_ctx": 4096}},
             "options.num_ctx 4,096 is more than the 2,048 tokens of the loaded model",

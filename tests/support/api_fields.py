@@ -89,6 +89,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "presence_penalty": (1, {}),
     "frequency_penalty": (1, {}),
     "repetition_penalty": (2, {}),
+    "repetition_penalty_last_n": (5, {}),
     "dry_multiplier": (1, {}),
     "dry_base": (2, {}),
     "dry_allowed_length": (3, {}),

@@ -33,6 +33,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "presence_penalty": (2.0, {"temperature": 0.0}),
     "frequency_penalty": (2.0, {"temperature": 0.0}),
     "repetition_penalty": (3.0, {"temperature": 0.0}),
+    "repetition_penalty_last_n": (2, {"temperature": 0.0, "repetition_penalty": 3.0}),
     "dry_multiplier": (9.0, {"temperature": 0.0, "max_tokens": 60}),
     "dry_base": (4.0, {"temperature": 0.0, "max_tokens": 60, "dry_multiplier": 0.5}),
     "dry_allowed_length": (9, {"temperature": 0.0, "max_tokens": 60, "dry_multiplier": 9.0}),

@@ -250,6 +250,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 0.5},
     "frequency_penalty": {"frequency_penalty": 0.5},
     "repetition_penalty": {"repetition_penalty": 1.2},
+    "repetition_penalty_last_n": {"repetition_penalty": 1.2, "repetition_penalty_last_n": 4},
     "dry_multiplier": DRY,
     "dry_base": {**DRY, "dry_base": 2.0},
     "dry_allowed_length": {**DRY, "dry_allowed_length": 1},

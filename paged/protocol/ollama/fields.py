@@ -15,6 +15,7 @@ from ..fields.common import KEEP_ALIVE
 from ..fields.tools import TOOL_TABLE, TOOLS
 from ..limits import MAX_MESSAGES, MAX_NAME_LENGTH, MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
+DEFAULT_LAST_N = 64  # of repeat_penalty, as in llama.cpp
 _AT_LOAD = "the server decides how models are loaded"
 OPTIONS = FieldTable(
     "options",
@@ -26,8 +27,12 @@ OPTIONS = FieldTable(
         Field("top_p", Number(0.0, 1.0), "top_p; 0 takes the most likely token"),
         Field("min_p", Number(0.0, 1.0), "min_p"),
         Field("typical_p", Number(0.0, 1.0), "typical_p; 1 turns it off"),
-        Field("repeat_penalty", Number(0.0), "repetition_penalty, over the whole context; 0 turns it off"),
-        Field("repeat_last_n", Integer(-1), "0 turns repeat_penalty off; else it must be -1, or num_ctx"),
+        Field("repeat_penalty", Number(0.0), "repetition_penalty of the last tokens; 0 turns it off"),
+        Field(
+            "repeat_last_n",
+            Integer(-1),
+            "at how many last tokens repeat_penalty looks, by default 64; -1 takes all, 0 none",
+        ),
         Field("presence_penalty", Number(-2.0, 2.0), "presence_penalty"),
         Field("frequency_penalty", Number(-2.0, 2.0), "frequency_penalty"),
         Field("seed", Integer(-1), "seed; -1 takes none"),
@@ -207,15 +212,10 @@ def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("seed", -1) >= 0:
         given["seed"] = check_int(RequestError, "options.seed", options["seed"], 0)
     penalty = options.get("repeat_penalty", 0.0)
-    last_n = options.get("repeat_last_n", -1)
+    last_n = options.get("repeat_last_n", DEFAULT_LAST_N)
     if penalty not in (0, 1) and last_n != 0:
-        if last_n not in (-1, options.get("num_ctx", -1)):
-            raise RequestError(
-                f"options.repeat_last_n {last_n} is not supported: penalties look at the whole context; give "
-                "-1, or 0 for no repeat_penalty",
-                param="options.repeat_last_n",
-            )
         given["repetition_penalty"] = penalty
+        given["repetition_penalty_last_n"] = last_n
     num_predict = options.get("num_predict", -1)
     if num_predict == 0:
         raise RequestError(
