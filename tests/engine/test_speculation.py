@@ -227,7 +227,7 @@ def random_model(name: str, **options: Any) -> LLMEngine:
 
 ENGINES: dict[str, Callable[[], LLMEngine]] = {
     "recorded": lambda: demo(),
-    "eager in chunks": lambda: demo(enforce_eager=True, max_num_batched_tokens=32),
+    "eager in chunks": lambda: demo(enforce_eager=True, max_num_batched_tokens=48),
     "int8 KV, swapped": lambda: demo(
         kv_cache_dtype="int8",
         num_blocks=24,
