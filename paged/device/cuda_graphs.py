@@ -86,7 +86,7 @@ class GraphPool:
         except RuntimeError:
             self._lost.append(graph)
             # torch 2.11 would not capture into this pool again, nor free what it has cached.
-            with suppress(RuntimeError):  # of newer versions, which have done this
+            with suppress(AttributeError, RuntimeError):  # of other versions, which may have done this
                 torch._C._cuda_endAllocateToPool(self._index(), self._handle)
             self.renew()
             raise
