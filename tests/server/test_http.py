@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -212,6 +213,7 @@ def test_request_lines_after_a_body(served):
     body = b'{"prompt": "a", "max_tokens": 1}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     post = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    chunked = head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     get = b"\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\n"
     data = post + get + b"\r\n" + get + b"connection: close\r\n\r\n"
     for size in (1, 7, len(data)):
@@ -220,6 +222,14 @@ def test_request_lines_after_a_body(served):
                 client.sendall(data[start : start + size])
             answer = b"".join(iter(lambda client=client: client.recv(4096), b""))
         assert re.findall(rb"HTTP/1.1 (\d+) ", answer) == [b"200"] * 3, size
+    for first, cut in itertools.product((post, chunked), range(5)):  # also within a line end
+        data = first + get + b"connection: close\r\n\r\n"
+        with served.connect() as client:
+            client.sendall(data[: len(first) + cut])
+            answer = client.recv(4096)  # so that the rest comes apart
+            client.sendall(data[len(first) + cut :])
+            answer += b"".join(iter(lambda client=client: client.recv(4096), b""))
+        assert re.findall(rb"HTTP/1.1 (\d+) ", answer) == [b"200"] * 2, cut
 
 
 def test_models_and_state(engine):

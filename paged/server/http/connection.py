@@ -46,6 +46,7 @@ WRONG_LINE = (
 )
 UNKNOWN_ROUTE = "-"  # of a request whose head was refused
 _LINE_ENDS = re.compile(rb"(?:\r\n)*")
+_CUT_LINE_ENDS = re.compile(rb"[\r\n]*")  # behind a part of one, which came with the end of a body
 # RFC 3986: a name or an address, and a port.
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*", re.ASCII)
 
@@ -118,6 +119,7 @@ class Connection(asyncio.Protocol):
         self._unparsed = bytearray()
         self._recent = bytearray()  # received since the last head, or with it
         self._is_at_head = True  # whether a head begins where `_recent` does
+        self._line_ends = _LINE_ENDS  # what may be before it
         self._url = b""
         self._headers: list[Header] = []
         self._in_head = True  # or between two requests
@@ -305,6 +307,7 @@ class Connection(asyncio.Protocol):
         return piece
 
     def _feed(self, data: bytes) -> None:
+        was_in_body = not self._in_head
         if self._in_head:
             self._head_bytes += len(data)
         else:
@@ -322,7 +325,9 @@ class Connection(asyncio.Protocol):
             return
         if not self._is_begun:
             self._is_at_head = True
-            if self._recent.strip(b"\r\n"):  # else it may be a line end before a head
+            if was_in_body or self._recent.strip(b"\r\n"):  # else it may be a line end before a head
+                is_cut = was_in_body and self._recent.endswith((b"\r", b"\n"))
+                self._line_ends = _CUT_LINE_ENDS if is_cut else _LINE_ENDS
                 self._recent.clear()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(*HEAD_TOO_LARGE)
@@ -420,7 +425,7 @@ class Connection(asyncio.Protocol):
         """
         line = b"%b %b HTTP/%b\r\n" % (method, self._url, self._parser.get_http_version().encode())
         place = self._recent.find(line)
-        begins = not self._is_at_head or _LINE_ENDS.fullmatch(self._recent, 0, place)
+        begins = not self._is_at_head or self._line_ends.fullmatch(self._recent, 0, place)
         if place < 0 or not begins or b"#" in self._url:
             self._reject(WRONG_LINE)
         del self._recent[: place + len(line)]
