@@ -44,7 +44,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -229,6 +229,7 @@ class WatchedScheduler(Scheduler):
     favoured: Request | None = None
     num_cached = 0
     users: Sequence[Request] = ()  # of the adapter whose slot it was to have
+    seen: Collection[bytes] = ()  # the images that the tower had seen before this step
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -247,6 +248,8 @@ class WatchedScheduler(Scheduler):
         """Choose the next step."""
         self.favoured = None
         self.users = ()
+        active = self.towers._active if self.towers else {}
+        self.seen = {sha256 for sha256, each in active.items() if each.is_done}
         return super().schedule()
 
     def has_lost_blocks(self, request: Request) -> bool:
@@ -255,8 +258,8 @@ class WatchedScheduler(Scheduler):
         """
         if request.blocks.is_due:
             return True
-        seen = {sha256 for sha256, each in self.towers._active.items() if each.is_done} if self.towers else ()
-        if any(image.end > self.num_cached and image.sha256 not in seen for image in request.inputs.images):
+        images = request.inputs.images
+        if any(image.end > self.num_cached and image.sha256 not in self.seen for image in images):
             return True
         return self._queue.need(request).num_computed_tokens < self.num_cached
 
