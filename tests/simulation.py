@@ -254,9 +254,10 @@ class WatchedScheduler(Scheduler):
 
     def has_lost_blocks(self, request: Request) -> bool:
         """Return whether a waiting request finds fewer cached tokens than it was to begin with, or waits for
-        a snapshot that this step leaves behind, or for its images.
+        a snapshot that this step leaves behind, or for its images, or whether work on others' images takes
+        tokens of the step.
         """
-        if request.blocks.is_due:
+        if request.blocks.is_due or (self.towers and self.towers.num_tokens):
             return True
         images = request.inputs.images
         if any(image.end > self.num_cached and image.sha256 not in self.seen for image in images):
