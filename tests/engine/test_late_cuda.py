@@ -59,6 +59,11 @@ def test_swapping_is_measured_where_it_may_not_pay(mode, is_measured):
 # Steps in flight
 
 OPTIONS = {"max_num_batched_tokens": 16, "block_size": 8, "max_num_seqs": 3}
+# Every second token is 7, if each step knows the last one.
+OF_THE_LAST_TOKEN = {
+    "temperature": 0.0, "repetition_penalty": 1e6, "repetition_penalty_last_n": 1, "logit_bias": {7: 90.0},
+    "max_tokens": 8, "ignore_eos": True,
+}  # fmt: skip
 NEED_TOKENIZER = {"structured_outputs", "bad_words of one token", "bad_words of several tokens", "stop"}
 
 
@@ -74,6 +79,8 @@ def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
         given = {"max_tokens": most, "seed": i, "ignore_eos": True, "dry_sequence_breakers": (), **changed}
         prompt = [rng.randint(5, 90) for _ in range(rng.randint(1, 12))]
         requests.append((prompt, SamplingParams(**given)))
+    if seed == 2:
+        requests[0] = ([5], SamplingParams(**OF_THE_LAST_TOKEN))
     return requests
 
 

@@ -277,6 +277,10 @@ def test_what_is_shown_is_the_context_of_a_load(engine, file):
             {"repeat_penalty": 1.2, "repeat_last_n": -1},
             {"repetition_penalty": 1.2, "repetition_penalty_last_n": -1},
         ),
+        (
+            {"repeat_penalty": 1.2, "repeat_last_n": 512, "num_ctx": 512},
+            {"repetition_penalty": 1.2, "repetition_penalty_last_n": -1},
+        ),
         ({"repeat_penalty": 1.2, "repeat_last_n": 0}, {}),
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
         ({"seed": -1, "mirostat": 0, "tfs_z": 1.0}, {}),

@@ -215,7 +215,9 @@ def sampling_of(options: dict[str, Any]) -> dict[str, Any]:
     last_n = options.get("repeat_last_n", DEFAULT_LAST_N)
     if penalty not in (0, 1) and last_n != 0:
         given["repetition_penalty"] = penalty
-        given["repetition_penalty_last_n"] = last_n
+        # Over all tokens, a step counts only its own.
+        covers_all = "num_ctx" in options and last_n >= options["num_ctx"]
+        given["repetition_penalty_last_n"] = -1 if covers_all else last_n
     num_predict = options.get("num_predict", -1)
     if num_predict == 0:
         raise RequestError(
