@@ -19,9 +19,8 @@ class KeptPixels:
     """The images of the last steps, whose pixels are not sent again. Driver and receivers store the same."""
 
     def __init__(self) -> None:
-        self._kept = OrderedDict[
-            bytes, tuple[int, bytes]
-        ]()  # the size and the pixels; the last one at the end
+        # The size and the pixels, by sha256; the image that was used last is at the end.
+        self._kept = OrderedDict[bytes, tuple[int, bytes]]()
         self._num_bytes = 0
 
     def missing(self, images: Sequence[PromptImage]) -> list[PromptImage]:
