@@ -27,7 +27,7 @@ from paged.server.routes.page import PAGE_FOLDER
 from tests.server.test_keys import bearing, line, write
 from tests.support.chromium import chromium_page, find_chromium
 from tests.support.scheduler_cases import new_scheduler
-from tests.support.served import PATIENCE_S, Served, eventually, serving
+from tests.support.served import PATIENCE_S, Served, eventually, serving, unhurried
 
 PROMPT = "import os\nimport sys\n" * 24
 SECRET = "classified"
@@ -57,15 +57,17 @@ def watching(served: Served, headers: dict[str, str] | None = None) -> Iterator[
 def completions(served: Served, *requests: tuple[dict[str, Any], dict[str, str]]) -> Iterator[None]:
     """Have completions run, each of a body and headers, until the context ends."""
     connections = []
-    for body, headers in requests:
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
-        sent = {"content-type": "application/json", **headers}
-        connection.request("POST", "/v1/completions", json.dumps({**RUNNING, "stream": True, **body}), sent)
-        assert connection.getresponse().status == 200
-        connections.append(connection)
-    yield
-    for connection in connections:
-        connection.close()
+    with unhurried(served.front.engine):  # else one might end before it is in a picture
+        for body, headers in requests:
+            connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
+            sent = {"content-type": "application/json", **headers}
+            asked = json.dumps({**RUNNING, "stream": True, **body})
+            connection.request("POST", "/v1/completions", asked, sent)
+            assert connection.getresponse().status == 200
+            connections.append(connection)
+        yield
+        for connection in connections:
+            connection.close()
 
 
 def test_files_need_no_key_and_load_nothing_from_elsewhere(engine, tmp_path):
@@ -258,6 +260,10 @@ import { readFileSync } from "node:fs";
 const tried = (text) => { try { return imported(text).path(); } catch (error) { return error.message; } };
 console.log(JSON.stringify(JSON.parse(readFileSync(0, "utf8")).map((text) => tried(text))));
 """
+# Up to so many tokens, without luck: a sampled answer may be shorter.
+GREEDILY = (
+    "document.getElementById('temperature').value = 0; document.getElementById('max_tokens').value = {}"
+)
 ASKED = {"number": 1, "parent": 0, "role": "user", "content": "a"}
 
 
@@ -329,7 +335,7 @@ def test_in_a_browser(engine, tmp_path):
         assert page.run("document.getElementById('nothing').hidden")  # which says why there is no picture
         assert page.run("document.getElementById('nothing').textContent") == ""
         assert page.run(WIDE_TABLE) < 40  # it scrolls, and breaks no word
-        page.run("document.getElementById('max_tokens').value = 24")
+        page.run(GREEDILY.format(24))
         say = "document.getElementById('input').value = {!r}; document.getElementById('send').click()"
         page.run(say.format("Hi"))
         page.wait("document.querySelector('.assistant .note').textContent.includes('24 tokens')")
@@ -355,17 +361,22 @@ def test_in_a_browser(engine, tmp_path):
                 assert int(shared) > 5
             page.wait("document.querySelector('.requests .none') !== null")
         # Two answers at once are a fork: they share the blocks of what is before them.
-        page.run(f"document.getElementById('max_tokens').value = 1500; {say.format(PROMPT)}")
-        page.wait("document.getElementById('send').hidden && !!document.querySelectorAll('.assistant')[1]")
-        page.wait("document.querySelectorAll('.assistant')[1].textContent.length > 40")
-        page.run(again := press.replace(".find(", ".findLast(").format("Answer again"))
-        page.wait("document.querySelector('.count')?.textContent === '2 / 2'")
-        assert int(page.wait("document.querySelector('.shared li[data-requests=\"2\"]')?.dataset.blocks")) > 5
-        assert again
-        for _ in range(2):
-            page.run("document.getElementById('stop').click()")
-            page.run(press.replace(".find(", ".findLast(").format("‹"))
-        page.wait("document.querySelector('.requests .none') !== null")
+        again = press.replace(".find(", ".findLast(")
+        with unhurried(engine):  # else one might end before both are in a picture
+            page.run(GREEDILY.format(1500))
+            page.run(say.format(PROMPT))
+            page.wait(
+                "document.getElementById('send').hidden && !!document.querySelectorAll('.assistant')[1]"
+            )
+            page.wait("document.querySelectorAll('.assistant')[1].textContent.length > 40")
+            page.run(again.format("Answer again"))
+            page.wait("document.querySelector('.count')?.textContent === '2 / 2'")
+            shared = page.wait("document.querySelector('.shared li[data-requests=\"2\"]')?.dataset.blocks")
+            assert int(shared) > 5
+            for _ in range(2):
+                page.run("document.getElementById('stop').click()")
+                page.run(again.format("‹"))
+            page.wait("document.querySelector('.requests .none') !== null")
         # Another wording of the first question begins a branch; both are kept, and exported.
         edit = "document.querySelector('.user .actions button:last-child').click()"
         escape = "new KeyboardEvent('keydown', {key: 'Escape', bubbles: true})"
@@ -373,7 +384,7 @@ def test_in_a_browser(engine, tmp_path):
         assert page.run("document.querySelector('.edit') === null")
         page.run(edit)
         page.run("document.querySelector('.edit textarea').value = 'Ho'")
-        page.run("document.getElementById('max_tokens').value = 4")
+        page.run(GREEDILY.format(4))
         page.run("document.querySelector('.edit').requestSubmit()")
         page.wait("document.querySelector('.assistant .note')?.textContent.includes('4 tokens')")
         assert page.run("document.querySelectorAll('.message').length") == 2

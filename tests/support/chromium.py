@@ -99,7 +99,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 20.0) -> Any:
+    def wait(self, expression: str, seconds: float = TIMEOUT_S) -> Any:
         """Return the value of an expression once it is true."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(expression)):
