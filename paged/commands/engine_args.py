@@ -84,8 +84,10 @@ def _kind(name: str) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if kind == list[int]:
         return {"type": int, "nargs": "+"}
+    if is_mapping(EngineConfig, name):
+        return {"type": json.loads}
     if kind == list[str]:
-        return {"type": json.loads} if is_mapping(EngineConfig, name) else {"nargs": "+", "action": _Texts}
+        return {"nargs": "+", "action": _Texts}
     types: dict[Any, Callable[[str], Any]] = {int: int, float: float}
     return {"type": types.get(kind, str)}
 

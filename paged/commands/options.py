@@ -19,8 +19,11 @@ from ..base.errors import ConfigError
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
 
+# Options that are objects in JSON, and examples.
+IN_JSON = {"limit_mm_per_prompt": '{"image": 2}', "mm_processor_kwargs": '{"max_pixels": 500000}'}
 # Added to the help of fields that hold several values: how the command line writes one.
 FORMS = {
+    **{name: f" As '{example}'." for name, example in IN_JSON.items()},
     "logit_bias": " As ID=BIAS.",
     "tenant_weights": " As a=1,b=2.",
     "pipeline_layers": " As --pipeline-layers 12 10.",
@@ -51,7 +54,7 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     value = field.default if field.default_factory is MISSING else None
     none = _NONE_MEANS.search(text)
     text = _NONE_MEANS.sub("", text)
-    if _is_list(_described(owner).hints[name]):
+    if name not in IN_JSON and _is_list(_described(owner).hints[name]):
         text += " Takes one value or several."
     if default is None and value is not MISSING:
         default = none[1] if value is None and none is not None else _shown(owner, name, value)
@@ -127,6 +130,8 @@ def _with_off(command: Callable[..., int]) -> Callable[..., int]:
 
 def option_type(owner: type[Any], name: str) -> Any:
     """Return the type that the command line uses for a field."""
+    if name in IN_JSON:
+        return str
     hint = _described(owner).hints[name]
     if _is_list(hint):
         return list[int] if any(get_args(member) == (int,) for member in _members(hint)) else list[str]

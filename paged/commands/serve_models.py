@@ -36,8 +36,8 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     if options.models:
         os.environ[VARIABLE] = str(file.path)  # the engines' processes keep its packed weights the longest
     catalog = Catalog(names, file)
-    base = {"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])}
-    base = {name: value for name, value in base.items() if name != "model"}
+    base = common.read_values({"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])})
+    base.pop("model", None)
     EngineConfig("demo", **base)
     take_weights(options, base)
     preloaded = [_known(catalog, name) for name in options.preload]

@@ -96,9 +96,9 @@ def simulate(
         model = common.named(model).checkpoint
     options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}
-    for name in MAPPINGS:
-        if name in options:
-            options[name] = read_shares(name, options[name])
+    options = common.read_values(options)
+    if "tenants" in options:
+        options["tenants"] = read_shares("tenants", options["tenants"])
     if sweep is not None:
         if plot is not None:
             raise ConfigError("--plot shows one simulation; leave it out of a --sweep")

@@ -20,7 +20,7 @@ from ..architectures.generation_config import (
 from ..architectures.hf_config import read_config
 from ..base.errors import RequestError, UsageError
 from ..checkpoints.model_directory import resolve
-from ..options.config import EngineConfig, most_images
+from ..options.config import DEFAULT_IMAGES, EngineConfig
 from ..options.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..text.prompt_parser import PromptParser
 from ..text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class ModelText:
     ) -> None:
         self.model_config = model_config
         self._no_images = no_images
-        self.most_images = most_images(config.limit_mm_per_prompt)
+        self.most_images = (config.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
         self._media_domains = config.allowed_media_domains or ()
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)

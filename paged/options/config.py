@@ -25,7 +25,6 @@ MAX_BLOCK_SIZE = 256
 MAX_RANKS = 1024
 DEFAULT_NUM_SEQS = 256
 DEFAULT_IMAGES = 4  # of a prompt
-MAX_IMAGES = 4096
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _POLICY_METHODS = ("preempts", "rank", "push", "peek", "pop", "remove", "generated", "__len__", "__iter__")
 _OPTIONAL_TEXTS = {
@@ -205,7 +204,7 @@ class EngineConfig:
     seed: int = 0
     skip_tokenizer_init: bool = False
     language_model_only: bool = False
-    limit_mm_per_prompt: Mapping[str, int] | None = None
+    limit_mm_per_prompt: Mapping[str, Any] | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
     mm_processor_cache_gb: float = 4.0
     allowed_media_domains: Sequence[str] | None = None
@@ -256,7 +255,10 @@ class EngineConfig:
 
             check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
-        most_images(self.limit_mm_per_prompt)
+        if self.limit_mm_per_prompt is not None:
+            from .image_limits import image_limits_of
+
+            object.__setattr__(self, "limit_mm_per_prompt", image_limits_of(self.limit_mm_per_prompt))
         check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
         kwargs = self.mm_processor_kwargs
         if kwargs is not None and not (
@@ -353,20 +355,6 @@ class EngineConfig:
                 f"async_scheduling=True is for a model in one process, and this one has {self.num_ranks}, "
                 "whose steps in flight are of different requests; leave it out"
             )
-
-
-def most_images(limits: object) -> int:
-    """Return how many images a prompt may have. Raises ConfigError for other limits than of images."""
-    if limits is None:
-        return DEFAULT_IMAGES
-    if not isinstance(limits, Mapping):
-        raise ConfigError(f'limit_mm_per_prompt must be a dict such as {{"image": 4}}, got {shown(limits)}')
-    for kind, limit in limits.items():
-        if kind not in ("image", "audio", "video"):
-            raise ConfigError(f"limit_mm_per_prompt has {shown(kind)}; it takes image")
-        most = MAX_IMAGES if kind == "image" else 0
-        check_int(ConfigError, f"limit_mm_per_prompt[{kind!r}]", limit, 0, most)
-    return int(limits.get("image", DEFAULT_IMAGES))
 
 
 def options_of(config: Any) -> dict[str, Any]:

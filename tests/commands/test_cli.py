@@ -254,9 +254,11 @@ def test_engine_flags_reach_the_engine(run, monkeypatch):
     flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
     weights = ("--tenant-weights", "a=2,b=0.5", "--tenant-weights", "c=1")
     layers = ("--pipeline-layers", "12", "--pipeline-layers", "10")
-    run("generate", "x", *flags, *weights, *layers, "--no-enable-prefix-caching")
+    images = ("--limit-mm-per-prompt", '{"image": {"count": 2}}', "--mm-processor-kwargs", '{"size": 9}')
+    run("generate", "x", *flags, *weights, *layers, *images, "--no-enable-prefix-caching")
     extra = {"tenant_weights": {"a": 2.0, "b": 0.5, "c": 1.0}, "enable_prefix_caching": False}
     extra["pipeline_layers"] = [12, 10]
+    extra |= {"limit_mm_per_prompt": {"image": {"count": 2}}, "mm_processor_kwargs": {"size": 9}}
     assert seen == [options | extra]
 
 
@@ -593,6 +595,11 @@ def test_empty_file_gives_empty_output(run, tmp_path):
             ["generate", "x", "--tenant-weights", "a=1,a=2"],
             "a number for each tenant such as a=3,b=1; got 'a=1,a=2'",
         ),
+        (
+            ["generate", "x", "--limit-mm-per-prompt", "image=2"],
+            'limit_mm_per_prompt must be an object such as {"image": 2}: this is not JSON',
+        ),
+        (["generate", "x", "--limit-mm-per-prompt", '{"image": -1}'], "must be from 0 to 4096, got -1"),
         (["generate"], "no prompt: give it as an argument, on stdin,"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -317,6 +317,25 @@ def test_values_of_the_engine_are_its_errors(name, kwargs, message, tmp_path):
     assert model.vision.processing.mean == (0.25, 0.25, 0.25)
 
 
+def test_limits_are_numbers_or_counts():
+    def limits(given: Any) -> Any:
+        return EngineConfig("demo", limit_mm_per_prompt=given).limit_mm_per_prompt
+
+    assert limits({"image": {"count": 2}, "video": {"count": 0}}) == limits({"image": 2, "video": 0})
+    assert (limits({"image": 2}), limits({}), limits(None)) == ({"image": 2}, None, None)
+    for given, message in (
+        ({"image": {"count": 2, "width": 512}}, r"\['image'\] has 'width'; it takes count"),
+        ({"image": {}}, r"\['image'\] must be an int, or a dict such as"),
+        ({"image": {"count": 4097}}, r"\['image'\]\['count'\] must be from 0 to 4096"),
+        ({"image": {"count": None}}, r"\['count'\] must be an int"),
+        ({"video": {"count": 1}}, r"\['video'\]\['count'\] must be 0, as video is not supported"),
+        ({"picture": 1}, "has 'picture'; it takes image"),
+        *((wrong, "must be a dict such as") for wrong in (2, [], "", '{"image": 2}')),
+    ):
+        with pytest.raises(ConfigError, match=f"^limit_mm_per_prompt.*{message}"):
+            limits(given)
+
+
 def test_pillow_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     prompts = ImagePrompts(vision_of("gemma3"), None, 4)

@@ -57,12 +57,14 @@ def test_flags_override_the_environment_and_this_the_file(run, started, tmp_path
     file.write_text(
         "model: from-file\nport: 0\nseed: 1\nmax-model-len: 64\nserved-model-name: [a, b]\n"
         "tenant-weights: {x: 2}\nscheduling-policy: fair\ndefault-chat-template-kwargs: {thinking: false}\n"
+        "limit-mm-per-prompt: {image: {count: 2}}\n"
     )
     monkeypatch.setenv("PAGED_CONFIG", str(file))
     monkeypatch.setenv("PAGED_SEED", "2")
     monkeypatch.setenv("PAGED_MAX_MODEL_LEN", "128")
     monkeypatch.setenv("PAGED_ENFORCE_EAGER", "yes")
     monkeypatch.setenv("PAGED_API_KEY", "one,two")
+    monkeypatch.setenv("PAGED_MM_PROCESSOR_KWARGS", '{"max_pixels": 9, "size": null}')
     assert run("serve", "--seed", "3")[0] == 0
     ((engine, options),) = started
     assert engine == {
@@ -73,6 +75,8 @@ def test_flags_override_the_environment_and_this_the_file(run, started, tmp_path
         "enforce_eager": True,
         "tenant_weights": {"x": 2},
         "scheduling_policy": "fair",
+        "limit_mm_per_prompt": {"image": {"count": 2}},
+        "mm_processor_kwargs": {"max_pixels": 9, "size": None},
     }
     assert (options.port, options.served_model_name, options.api_key) == (0, ("a", "b"), ("one", "two"))
     assert options.chat_template_kwargs == {"thinking": False}
@@ -404,9 +408,12 @@ def test_several_names_or_a_file_make_a_server_of_several_models(run, started, t
     monkeypatch.setenv("PAGED_MODELS", str(file))
     assert run("serve", "a", "--port", "0")[0] == 0  # the variable alone makes it no server of several
     assert (len(found), started[0][0]["model"], started[0][1].models) == (0, "demo", None)
-    assert run("serve", "b", "a", "--port", "0", "--preload", "a", "--num-threads", "1")[0] == 0
+    some = ["--num-threads", "1", "--scheduling-policy", "fair", "--tenant-weights", "x=2"]
+    some += ["--limit-mm-per-prompt", '{"image": 2}']
+    assert run("serve", "b", "a", "--port", "0", "--preload", "a", *some)[0] == 0
     names, base, preloaded = found[0]
     assert (names, base["num_threads"], preloaded) == (["b", "a"], 1, ["a"])
+    assert (base["tenant_weights"], base["limit_mm_per_prompt"]) == ({"x": 2.0}, {"image": 2})
     with fake_hub(monkeypatch, tmp_path / "hub"):  # which is empty
         assert run("serve", "--models", "--port", "0")[0] == 0
         assert found[1][0] == ["a", "b"]

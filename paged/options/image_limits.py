@@ -1,0 +1,39 @@
+"""The numbers of images in a prompt: limit_mm_per_prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..base.validation import check_int, shown
+
+NAME = "limit_mm_per_prompt"
+MAX_IMAGES = 4096
+
+
+def image_limits_of(limits: object) -> dict[str, int]:
+    """Return the limits as numbers; vLLM also writes {"image": {"count": 4}}. Raises ConfigError."""
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f'{NAME} must be a dict such as {{"image": 4}}, got {shown(limits)}')
+    return {kind: _limit_of(kind, limit) for kind, limit in limits.items()}
+
+
+def _limit_of(kind: Any, limit: Any) -> int:
+    if kind not in ("image", "audio", "video"):
+        raise ConfigError(f"{NAME} has {shown(kind)}; it takes image")
+    name = f"{NAME}[{kind!r}]"
+    if isinstance(limit, Mapping):
+        for key in limit:
+            if key != "count":
+                raise ConfigError(
+                    f"{name} has {shown(key)}; it takes count. No memory is measured with images of a given "
+                    "size: mm_processor_kwargs bounds the size of images"
+                )
+        if "count" not in limit:
+            raise ConfigError(f'{name} must be an int, or a dict such as {{"count": 4}}, got {{}}')
+        name = f"{name}['count']"
+        limit = limit["count"]
+    if kind != "image" and limit != 0:
+        raise ConfigError(f"{name} must be 0, as {kind} is not supported, got {shown(limit)}")
+    return check_int(ConfigError, name, limit, 0, MAX_IMAGES)
