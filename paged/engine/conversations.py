@@ -1,14 +1,15 @@
-"""Conversations of one call: rendered to prompts, and their outputs with the answers as messages."""
+"""Conversations and prompts of one call: rendered, and outputs with the answers as messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..base.errors import RequestError
 from ..chat.local import LocalChat
 from ..requests.request import Prompt, RequestOutput
 from ..text.chat_template import conversations_of
+from .generation import as_iterable
 from .model_text import ModelText
 
 
@@ -31,6 +32,14 @@ def render_all(
         except RequestError as error:
             raise RequestError(f"conversation {i}: {error}", param=error.param) from error
     return prompts
+
+
+def with_processing(prompts: Any, kwargs: Any) -> Iterator[Prompt]:
+    """Yield prompts with mm_processor_kwargs, unless they have their own."""
+    for prompt in as_iterable(prompts):
+        if not isinstance(prompt, Mapping):
+            prompt = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        yield {"mm_processor_kwargs": kwargs, **prompt}
 
 
 def with_messages(

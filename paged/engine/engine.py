@@ -167,6 +167,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             self.block_manager,
             text.new_parser(self.max_model_len),
             max_num_seqs=sizes.config.num_seats,
+            most_uncut=min(sizes.max_num_batched_tokens, config.long_prefill_token_threshold or 2**31),
             scheduling_policy=config.scheduling_policy,
             seed=config.seed,
         )
@@ -300,6 +301,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         priority, timeout_s: override the fields of sampling_params; one for all or one per prompt.
         tenant: see `add_request`; one for all or one per prompt.
         lora_request: the LoRA adapter, of an engine with enable_lora; one for all or one per prompt.
+        mm_processor_kwargs: as the engine's, for the images of prompts that have none of their own.
         use_tqdm: whether to show progress, or the class of the progress bar.
 
         Raises RequestError if a prompt or parameter is wrong: before anything runs if the prompt is among the
@@ -309,9 +311,12 @@ class LLMEngine(metaclass=ExplainsMissing):
             "generate",
             vllm,
             tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
         )
         prompts = prompts_of(prompts, prompt_token_ids)
+        if mm_processor_kwargs is not None:
+            from .conversations import with_processing
+
+            prompts = with_processing(prompts, mm_processor_kwargs)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         return [*generate_in_order(self.core, source, use_tqdm=use_tqdm)]
 
@@ -541,6 +546,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         chat_template: a Jinja template to use instead of the checkpoint's, the name of one of several that
             the checkpoint has, or "plain".
         chat_template_kwargs: more variables for the template.
+        mm_processor_kwargs: as the engine's, for the images of these conversations.
         priority, tenant, timeout_s, use_tqdm: see `generate`.
 
         Raises RequestError, before anything runs, if an argument is wrong or the template refuses a
@@ -551,7 +557,6 @@ class LLMEngine(metaclass=ExplainsMissing):
             vllm,
             chat_template_content_format=chat_template_content_format,
             tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
         )
         from .conversations import render_all, with_messages
 
@@ -561,6 +566,7 @@ class LLMEngine(metaclass=ExplainsMissing):
             "continue_final_message": continue_final_message,
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
+            "mm_processor_kwargs": mm_processor_kwargs,
         }
         prompts = render_all(self.text, chat, messages, tools, template)
         source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)

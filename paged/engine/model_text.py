@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class ModelText:
 
     It needs no torch, so that a process without the model can prepare requests for an engine process.
 
-    no_images: the reason why the model takes no images; "" if it takes some.
+    no_images: the reason why the model takes no images, if it takes none.
     most_images: maximum number of images in a prompt.
     tokenizer: None with skip_tokenizer_init.
     has_embedding_files: whether the checkpoint has files of sentence-transformers.
@@ -73,9 +73,9 @@ class ModelText:
         self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
     ) -> None:
         self.model_config = model_config
-        self._no_images = no_images
+        self.no_images = no_images or "this model takes text alone"
         self.most_images = (config.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
-        self._media_domains = config.allowed_media_domains or ()
+        self._config = config
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -90,7 +90,7 @@ class ModelText:
 
     def new_parser(self, max_model_len: int) -> PromptParser:
         """Return a parser of prompts for contexts of up to max_model_len tokens."""
-        return PromptParser(self.model_config, self.tokenizer, max_model_len, self.images, self._no_images)
+        return PromptParser(self.model_config, self.tokenizer, max_model_len, self.images, self.no_images)
 
     @cached_property
     def images(self) -> ImagePrompts | None:
@@ -98,9 +98,12 @@ class ModelText:
         vision = self.model_config.vision
         if vision is None:
             return None
+        from ..images.reading import request_reader
         from ..text.images import ImagePrompts
 
-        return ImagePrompts(vision, self.tokenizer, self.most_images, self._media_domains)
+        read = request_reader(self._config, self._directory)
+        domains = self._config.allowed_media_domains or ()
+        return ImagePrompts(vision, self.tokenizer, self.most_images, domains, read)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
@@ -175,29 +178,25 @@ class ModelText:
         return self.chat.templates
 
     def render_chat(
-        self, messages: Sequence[Message], *, fetched: Mapping[str, bytes] | None = None, **template: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        fetched: Mapping[str, bytes] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **template: Any,
     ) -> dict[str, Any]:
         """Render a conversation to a prompt, with the arguments of `ChatTemplates.render`.
 
         fetched: the images at URLs; None: this call fetches them.
+        mm_processor_kwargs: how its images are processed.
 
         The prompt has the images of its messages in "multi_modal_data".
         """
-        if not _has_parts(messages):
+        if not mm_processor_kwargs and not _has_parts(messages):
             return self.chat.render(messages, **template)
-        from ..text.chat_images import has_images, take_images, urls_to_fetch, written
+        from .image_chats import render
 
-        if not has_images(messages):
-            return self.chat.render(messages, **template)
-        if self.images is None:
-            why = self._no_images or "this model takes text alone"
-            raise RequestError(f"messages with images are refused: {why}", param="messages")
-        if fetched is None:
-            urls = urls_to_fetch(messages, self.images)
-            fetched = self.images.fetcher.fetch_now(urls) if self.images.fetcher and urls else {}
-        messages, images = take_images(messages, fetched)
-        text = written(messages, images, self.images, partial(self.chat.write, **template))
-        return {"prompt": text, "add_special_tokens": False, "multi_modal_data": {"image": images}}
+        return render(self, messages, fetched, mm_processor_kwargs, template)
 
 
 def _has_parts(messages: Any) -> bool:

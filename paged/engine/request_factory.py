@@ -53,6 +53,7 @@ class RequestFactory:
         prompts: PromptParser,
         *,
         max_num_seqs: int,
+        most_uncut: int,
         scheduling_policy: str | Policy,
         seed: int,
     ) -> None:
@@ -64,6 +65,7 @@ class RequestFactory:
         self.eos_token_ids = text.eos_token_ids
         self.max_model_len = prompts.max_model_len
         self.max_num_seqs = max_num_seqs
+        self.most_uncut = most_uncut
         self.seed = seed
         self.scheduling_policy = scheduling_policy
         self.adapters: Adapters | None = None
@@ -191,10 +193,18 @@ class RequestFactory:
         )
 
     def _uncut(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
-        """Return the runs of a prompt's tokens that see each other."""
+        """Return the runs of a prompt's tokens that see each other. Raises RequestError for one too long."""
         vision = self.model_config.vision
         if vision is None or not vision.sees_itself:
             return ()
+        for image in prompt.images:
+            if image.end - image.start > self.most_uncut:
+                raise RequestError(
+                    f"an image of the prompt has {image.end - image.start} tokens, which see each other and "
+                    f"are computed in one step; the engine's steps have {self.most_uncut} at most "
+                    "(max_num_batched_tokens, long_prefill_token_threshold)",
+                    param="mm_processor_kwargs",
+                )
         return tuple((image.start, image.end) for image in prompt.images)
 
     def check_possible(

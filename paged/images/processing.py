@@ -6,6 +6,9 @@ A resized image has whole numbers of 8 bits, so that what becomes of each is loo
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,6 +16,9 @@ from numpy.typing import NDArray
 
 from ..architectures.towers import ProcessingSpec, VisionSpec
 from .sizes import Pixels, Resizing
+
+_VALUES = struct.Struct("<7d")  # scale, mean and std; NaN for those that are not applied
+_NONE = (math.nan,) * 3
 
 
 def processing_of(vision: VisionSpec) -> ProcessingSpec:
@@ -27,22 +33,48 @@ def resizing_of(vision: VisionSpec) -> Resizing:
     return Resizing(spec.rule, spec.sizes, spec.resample, vision.square)
 
 
-def sha256_of(vision: VisionSpec, pixels: Pixels) -> bytes:
-    """Return the sha256 of an image and of all processing that its embeddings depend on."""
-    digest = hashlib.sha256(repr((vision.family, vision.processing, pixels.size)).encode())
+def sha256_of(vision: VisionSpec, pixels: Pixels, uuid: str | None = None) -> bytes:
+    """Return the sha256 of an image and of all processing that its embeddings depend on.
+
+    uuid: the user's name of the image. It tells equal images apart, but makes none of two that differ: by a
+        name alone, one user would find another's image.
+    """
+    named = () if uuid is None else (uuid,)
+    digest = hashlib.sha256(repr((vision.family, vision.processing, pixels.size, *named)).encode())
     digest.update(pixels.data)
     return digest.digest()
 
 
-def patches_of(vision: VisionSpec, height: int, width: int, data: bytes) -> NDArray[np.float32]:
+def values_of(own: ProcessingSpec, engine: ProcessingSpec) -> bytes:
+    """Return what numbers of pixels become, in bytes; b"" if that is what the engine's processing says."""
+    if (own.scale, own.mean, own.std) == (engine.scale, engine.mean, engine.std):
+        return b""
+    scale = math.nan if own.scale is None else own.scale
+    return _VALUES.pack(scale, *(own.mean or _NONE), *(own.std or _NONE))
+
+
+def _with_values(spec: ProcessingSpec, values: bytes) -> ProcessingSpec:
+    """Return a processing with what `values_of` has found."""
+    if not values:
+        return spec
+    scale, *channels = _VALUES.unpack(values)
+    mean, std = (None if math.isnan(each[0]) else tuple(each) for each in (channels[:3], channels[3:]))
+    return replace(spec, scale=None if math.isnan(scale) else scale, mean=mean, std=std)
+
+
+def patches_of(
+    vision: VisionSpec, height: int, width: int, data: bytes, values: bytes = b""
+) -> NDArray[np.float32]:
     """Return the patches of a resized image, f32[num_patches, patch_numbers], square by square.
 
     A patch has the numbers of one channel after the other, row by row.
+
+    values: see `PromptImage`.
     """
     side = vision.projector.side
     size = vision.tower.patch_size
     pixels = np.frombuffer(data, np.uint8).reshape(height, width, 3)
-    table = _table(processing_of(vision))
+    table = _table(_with_values(processing_of(vision), values))
     squares = height // size // side, side, size, width // size // side, side, size
     channels = [table[c][pixels[:, :, c]].reshape(squares) for c in range(3)]
     # [rows of squares, squares, rows of patches, patches, channels, rows, columns]

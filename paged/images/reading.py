@@ -91,8 +91,29 @@ def _vision_of(config: EngineConfig, model: ModelConfig, directory: Path) -> See
         vision, names = vision_of(hf, model)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    processing = _with_kwargs(config, source, lambda more: processing_of(vision, {**given, **more}, beside))
+    processing = _with_kwargs(
+        config, source, lambda more: processing_of(vision, _replaced(given, more), beside)
+    )
     return replace(vision, processing=processing), names
+
+
+def request_reader(config: EngineConfig, directory: Path) -> Callable[[VisionSpec, Config], VisionSpec]:
+    """Return what gives a model's `VisionSpec` other processing: of mm_processor_kwargs of a request.
+
+    What is returned raises CheckpointError and UnsupportedModelError, which name the key.
+    """
+    _, given, beside = _processor_config(directory)
+    engine = _replaced(given, config.mm_processor_kwargs or {})
+    return lambda vision, more: replace(
+        vision, processing=processing_of(vision, _replaced(engine, more), beside)
+    )
+
+
+def _replaced(given: Config, more: Config) -> Config:
+    """Return values, some of them replaced. A size replaces earlier numbers of pixels, too."""
+    if more.get("size") is not None:
+        given = {key: value for key, value in given.items() if key not in ("min_pixels", "max_pixels")}
+    return {**given, **more}
 
 
 def _with_kwargs(

@@ -21,6 +21,7 @@ from .token_rules import TokenRules
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
     from ..options.lora_request import LoRARequest
+    from .prompt_image import PromptImage
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -30,6 +31,8 @@ class TextPrompt(TypedDict):
 
     multi_modal_data: {"image": ...}, an image or a list of them: a path, the bytes of a file, or an image of
         Pillow or numpy.
+    multi_modal_uuids: {"image": [...]}, names of the images, which tell apart images that are equal.
+    mm_processor_kwargs: as the engine's, for the images of this prompt.
     cache_salt: only prompts with the same salt share cached blocks.
     add_special_tokens: False if the text contains its special tokens, as the text of a chat template does.
     """
@@ -38,6 +41,8 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
     add_special_tokens: NotRequired[bool]
     multi_modal_data: NotRequired[Mapping[str, Any]]
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -46,31 +51,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
     cache_salt: NotRequired[str]
     multi_modal_data: NotRequired[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptImage:
-    """An image of a prompt, resized.
-
-    start, end: the range of the prompt's tokens that stand for the image, including tokens between its rows.
-    sha256: a hash of the pixels and of everything that determines the image's embeddings.
-    height, width: the size in pixels.
-    pixels: uint8[height, width, 3], row by row.
-    """
-
-    start: int
-    end: int
-    sha256: bytes
-    height: int
-    width: int
-    pixels: bytes
-
-    @property
-    def content(self) -> Content:
-        """Its place in the prompt and its content, for the prefix cache."""
-        from ..blocks.content_chain import Content
-
-        return Content(self.start, self.end, self.sha256)
+    multi_modal_uuids: NotRequired[Mapping[str, Any]]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]

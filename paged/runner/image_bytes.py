@@ -8,18 +8,20 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from ..requests.request import PromptImage
+from ..requests.prompt_image import PromptImage
 from ..scheduler.towers import TowerSteps, TowerWork
 from .image_rows import ImageRows
 from .plan import ComputedPart
 
 _SHA_NUMBERS = 8  # i32 in a sha256
+_VALUES_NUMBERS = 14  # i32 in `PromptImage.values`; all are 0 where it is empty
+_NO_VALUES = (0,) * _VALUES_NUMBERS
 
 
 class ImageLists(NamedTuple):
     """The fields of a `ComputedPart` that concern images, as lists of numbers.
 
-    images: of each image of the step, the numbers of its sha256, its height and its width.
+    images: of each image of the step, the numbers of its sha256, its height and its width, and its values.
     rows: of each entry of the part's `images`, the image's place in `images`, `first`, and how many rows it
         has; then these rows.
     work: of each work of the tower, the image's place in `images`, and the other fields.
@@ -49,7 +51,10 @@ def image_lists(part: ComputedPart) -> ImageLists:
     rows = ((place[each.image.sha256], each.first, len(each.rows), *each.rows) for each in part.images)
     moves, work = ((), ()) if part.towers is None else part.towers
     return ImageLists(
-        _flat((*_numbers(image.sha256), image.height, image.width) for image in images),
+        _flat(
+            (*_numbers(image.sha256), image.height, image.width, *(_numbers(image.values) or _NO_VALUES))
+            for image in images
+        ),
         _flat(rows),
         _flat((place[image.sha256], *others) for image, *others in work),
         _flat((*_numbers(sha256), is_needed) for sha256, is_needed in moves),
@@ -62,8 +67,10 @@ def image_lists(part: ComputedPart) -> ImageLists:
 def with_images(part: ComputedPart, lists: ImageLists) -> ComputedPart:
     """Return a part with what `image_lists` has found. Its images have no pixels."""
     images = [
-        PromptImage(0, 0, _sha256(numbers), numbers[-2], numbers[-1], b"")
-        for numbers in _chunks(lists.images, _SHA_NUMBERS + 2)
+        PromptImage(
+            0, 0, _sha256(numbers), numbers[_SHA_NUMBERS], numbers[_SHA_NUMBERS + 1], b"", _values(numbers)
+        )
+        for numbers in _chunks(lists.images, _SHA_NUMBERS + 2 + _VALUES_NUMBERS)
     ]
     work = [
         TowerWork(images[place], first, count, bool(is_last))
@@ -116,3 +123,8 @@ def _numbers(sha256: bytes) -> array[int]:
 
 def _sha256(numbers: Sequence[int]) -> bytes:
     return array("i", numbers[:_SHA_NUMBERS]).tobytes()
+
+
+def _values(numbers: Sequence[int]) -> bytes:
+    values = numbers[-_VALUES_NUMBERS:]
+    return array("i", values).tobytes() if any(values) else b""

@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..requests.request import PromptImage, Request
+from ..requests.prompt_image import PromptImage
+from ..requests.request import Request
 
 if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec

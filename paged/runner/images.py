@@ -16,7 +16,7 @@ from ..images.processing import patches_of
 from ..model.batch import Batch
 from ..model.towers.patches import Grid
 from ..model.towers.vit import TowerRun, Vit
-from ..requests.request import PromptImage
+from ..requests.prompt_image import PromptImage
 from ..scheduler.towers import TowerSteps, TowerWork
 from .image_rows import ImageRows
 from .plan import ComputedPart
@@ -209,7 +209,8 @@ class Images(ImagePlaces):
         size = self._tower.spec.patch_size
         vision = self._tower.vision
         patches = [
-            torch.from_numpy(patches_of(vision, image.height, image.width, image.pixels)) for image in images
+            torch.from_numpy(patches_of(vision, image.height, image.width, image.pixels, image.values))
+            for image in images
         ]
         grids = [Grid(image.height // size, image.width // size) for image in images]
         return torch.cat(patches).to(self._dtype).to(self._device), grids

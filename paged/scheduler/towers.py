@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..requests.request import PromptImage, Request
+from ..requests.prompt_image import PromptImage
+from ..requests.request import Request
 
 if TYPE_CHECKING:
     from ..architectures.config import ModelConfig

@@ -21,7 +21,8 @@ from ..engine.request_spec import SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.lora_request import LoRARequest
 from ..options.sampling_params import SamplingParams
-from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics
+from ..requests.prompt_image import PromptImage
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat

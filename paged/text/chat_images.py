@@ -9,6 +9,7 @@ from typing import Any
 from ..base.errors import RequestError
 from ..base.validation import shown
 from .images import (
+    NO_IMAGE_OF_UUID,
     ImagePrompts,
     NamedImage,
     bytes_of_data_url,
@@ -110,9 +111,12 @@ def image_of(name: str, part: Mapping[str, Any], fetched: Mapping[str, bytes]) -
     if key == "image_url":
         url = _url_of(f"{name}.image_url", value, part.get("detail"))
         if is_file_url(url):  # of the library: `check_url` refuses them in requests to a server
-            return NamedImage(name, bytes_of_file(url_name, path_of_url(url_name, url)))
-        return NamedImage(name, fetched[url] if url in fetched else bytes_of_data_url(url_name, url))
-    return NamedImage(name, f"data:;base64,{value}" if key == "base64" else value)
+            value = bytes_of_file(url_name, path_of_url(url_name, url))
+        else:
+            value = fetched[url] if url in fetched else bytes_of_data_url(url_name, url)
+    elif key == "base64":
+        value = f"data:;base64,{value}"
+    return NamedImage(name, value, part.get("uuid") or None)
 
 
 def _named(name: str, part: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
@@ -135,7 +139,10 @@ def _check_part(name: str, part: Mapping[str, Any]) -> str:
     data = [key for key in _DATA_KEYS if part.get(key) is not None]
     if len(data) != 1:
         given = " and ".join(data) or "none"
-        raise RequestError(f"{name} is of type {kind!r} and must have one image, got {given}", param=name)
+        why = f"; {NO_IMAGE_OF_UUID}" if not data and part.get("uuid") else ""
+        raise RequestError(
+            f"{name} is of type {kind!r} and must have one image, got {given}{why}", param=name
+        )
     for key in part:
         if key not in _KEYS[kind]:
             known = ", ".join(_KEYS[kind])

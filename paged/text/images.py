@@ -6,20 +6,20 @@ import base64
 import hashlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 from ..architectures.towers import VisionSpec
-from ..base.errors import RequestError, ResourceError, reject_unknown
+from ..base.errors import CheckpointError, RequestError, ResourceError, UnsupportedModelError, reject_unknown
 from ..base.validation import shown
 from ..images.decoding import check_size, in_rgb, pillow
 from ..images.families import PROMPT_FAMILIES, ImageTokens, with_boundaries
-from ..images.processing import resizing_of, sha256_of
-from ..images.sizes import Pixels, Size
-from ..requests.request import PromptImage
+from ..images.processing import processing_of, resizing_of, sha256_of, values_of
+from ..images.sizes import Pixels, Resizing, Size
+from ..requests.prompt_image import PromptImage
 from .marked_text import substituted
 from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers
@@ -33,13 +33,19 @@ MOST_FILE_BYTES = 64 * 2**20
 DATA = "data:"
 HTTPS = "https:"
 FILE_URL = "file:"
+NO_IMAGE_OF_UUID = "each prompt brings its images, as a uuid tells images apart and finds none"
 
 
 class NamedImage(NamedTuple):
-    """An image under the name that messages call it by."""
+    """An image under the name that messages call it by.
+
+    uuid: the user's name of the image. vision: what the model sees it with, if not as other images.
+    """
 
     name: str
     image: Any
+    uuid: str | None = None
+    vision: VisionSpec | None = None
 
 
 class Parsed(NamedTuple):
@@ -114,17 +120,23 @@ class ImagePrompts:
 
     most: the most images of a prompt.
     media_domains: the hosts from which images are fetched; see `Fetcher`.
+    read: see `images.reading.request_reader`.
     """
 
     def __init__(
-        self, vision: VisionSpec, tokenizer: Tokenizer | None, most: int, media_domains: Sequence[str] = ()
+        self,
+        vision: VisionSpec,
+        tokenizer: Tokenizer | None,
+        most: int,
+        media_domains: Sequence[str] = (),
+        read: Callable[[VisionSpec, Mapping[str, Any]], VisionSpec] | None = None,
     ) -> None:
         self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
         self.most = most
         self.fetcher = _new_fetcher(media_domains)
         self._tokenizer = tokenizer
         self._family = PROMPT_FAMILIES[vision.family]
-        self._resizing = resizing_of(vision)
+        self._with_kwargs = read
 
     @cached_property
     def _workers(self) -> Workers:
@@ -153,27 +165,33 @@ class ImagePrompts:
         """The tokens that a prompt with images may have besides tokens of text."""
         return frozenset((self.vision.token_id, self.placeholder_id, *self.vision.boundary_ids))
 
-    def given(self, data: Any) -> list[NamedImage]:
-        """Return the images in multi_modal_data. Raises RequestError."""
+    def given(self, prompt: Mapping[str, Any]) -> list[NamedImage]:
+        """Return the images in a prompt dict. Raises RequestError."""
         name = "multi_modal_data"
-        if data is None:
-            return []
-        if not isinstance(data, Mapping):
-            raise RequestError(f'{name} must be a dict such as {{"image": [...]}}, got {shown(data)}')
-        for kind in ("audio", "video"):
-            if data.get(kind) is not None:
-                raise RequestError(f"{name} has {kind}, which is not supported; images are")
-        reject_unknown(name, map(str, data), ("image", "audio", "video"))
-        images = data.get("image")
-        if images is None:
-            return []
-        listed = (
-            [*images] if isinstance(images, list | tuple) and not isinstance(images, NamedImage) else [images]
-        )
-        return [
+        vision = self._seen_with(prompt.get("mm_processor_kwargs"))
+        images = [
             each if isinstance(each, NamedImage) else NamedImage(f"{name}.image[{i}]", each)
-            for i, each in enumerate(listed)
+            for i, each in enumerate(_images_of(name, prompt.get(name)) or ())
         ]
+        uuids = _uuids_of(prompt.get("multi_modal_uuids"), len(images))
+        for i, (uuid, image) in enumerate(zip(uuids, images, strict=True)):
+            if image.image is None:
+                raise RequestError(f"{image.name} is None; {NO_IMAGE_OF_UUID}", param=name)
+            images[i] = image._replace(uuid=uuid or image.uuid, vision=vision)
+        return images
+
+    def _seen_with(self, kwargs: Any) -> VisionSpec | None:
+        """Return what the images of a prompt with mm_processor_kwargs are seen with. Raises RequestError."""
+        name = "mm_processor_kwargs"
+        if kwargs is None or kwargs == {}:
+            return None
+        if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+            raise RequestError(f"{name} must be a dict of names and values, got {shown(kwargs)}", param=name)
+        assert self._with_kwargs is not None, "a checkpoint's processor is read"
+        try:
+            return self._with_kwargs(self.vision, kwargs)
+        except (CheckpointError, UnsupportedModelError) as error:
+            raise RequestError(f"{name}: {error}", param=name) from None
 
     def parse(self, prompt: Any, images: Sequence[NamedImage], **options: Any) -> Parsed:
         """Return the prompt with the tokens of its images. Raises RequestError.
@@ -187,7 +205,7 @@ class ImagePrompts:
             )
         prompt = prompt if isinstance(prompt, str) else [*prompt]
         self._check_count(self._count(prompt), len(images))
-        pixels = [self._read(*each) for each in images]
+        pixels = [self._read(each) for each in images]
         tokens = [self._family.tokens(self.vision, each.size) for each in pixels]
         if isinstance(prompt, str):
             text = self._in_text(prompt, tokens)
@@ -195,9 +213,8 @@ class ImagePrompts:
             token_ids = [*self._tokenizer.encode(text, name="the prompt", **options)]
         else:
             token_ids = self._in_tokens(prompt, tokens)
-        return Parsed(
-            prompt if isinstance(prompt, str) else None, token_ids, self._placed(token_ids, tokens, pixels)
-        )
+        placed = self._placed(token_ids, tokens, images, pixels)
+        return Parsed(prompt if isinstance(prompt, str) else None, token_ids, placed)
 
     def check_number(self, num_images: int) -> None:
         """Raise RequestError for more images than a prompt may have."""
@@ -218,10 +235,11 @@ class ImagePrompts:
         Raises RequestError.
         """
         total = 0
-        for name, image in images:
+        for named in images:
+            image = named.image
             key = hashlib.sha256(image).digest() if isinstance(image, bytes) else b""
             if not key or key not in known:
-                own = self._family.tokens(self.vision, self._read(name, image).size)
+                own = self._family.tokens(self.vision, self._read(named).size)
                 known[key] = len(own.token_ids) + len(own.before) + len(own.after) - 1
             total += known[key]
         return total
@@ -232,46 +250,39 @@ class ImagePrompts:
 
     # Images
 
-    def _read(self, name: str, image: Any) -> Pixels:
+    def _read(self, named: NamedImage) -> Pixels:
         """Return the pixels of an image, resized. Raises RequestError."""
+        name, image = named.name, named.image
+        resizing = resizing_of(named.vision or self.vision)
         try:
             module = pillow()
         except ResourceError as error:
             raise RequestError(str(error)) from None
         if isinstance(image, module.Image):
-            return self._resized(name, image)
+            return _resized(name, image, resizing)
         if hasattr(image, "__array_interface__"):
-            return self._resized(name, _from_array(name, image))
+            return _resized(name, _from_array(name, image), resizing)
         if isinstance(image, bytes | bytearray | memoryview):
-            return self._decoded(name, bytes(image))
+            return self._decoded(name, bytes(image), resizing)
         if isinstance(image, str) and image[: len(DATA)].lower() == DATA:
-            return self._decoded(name, bytes_of_data_url(name, image))
+            return self._decoded(name, bytes_of_data_url(name, image), resizing)
         if isinstance(image, str) and is_remote(image):
             if self.fetcher is None:
                 raise RequestError(
                     f"{name} is a URL of https:, and nothing is fetched; allowed_media_domains names hosts"
                 )
-            return self._decoded(name, self.fetcher.fetch_now({image: name})[image])
+            return self._decoded(name, self.fetcher.fetch_now({image: name})[image], resizing)
         if isinstance(image, str) and is_file_url(image):
-            return self._decoded(name, bytes_of_file(name, path_of_url(name, image)))
+            return self._decoded(name, bytes_of_file(name, path_of_url(name, image)), resizing)
         if isinstance(image, str | os.PathLike):
-            return self._decoded(name, bytes_of_file(name, image))
+            return self._decoded(name, bytes_of_file(name, image), resizing)
         raise RequestError(
             f"{name} must be an image of Pillow or numpy, a path, or the bytes of a file, got {shown(image)}"
         )
 
-    def _resized(self, name: str, image: Any) -> Pixels:
-        try:
-            check_size(image)
-            return self._resizing.apply(in_rgb(image))
-        except RequestError as error:
-            raise RequestError(f"{name} {error}") from None
-        except (OSError, ValueError, SyntaxError) as error:  # an image that Pillow reads only now
-            raise RequestError(f"{name} cannot be read: {error}") from error
-
-    def _decoded(self, name: str, data: bytes) -> Pixels:
+    def _decoded(self, name: str, data: bytes, resizing: Resizing) -> Pixels:
         """Decode and resize a file, in a process of bounded time and memory."""
-        request = {"data": base64.b64encode(data).decode(), "resizing": [*self._resizing]}
+        request = {"data": base64.b64encode(data).decode(), "resizing": [*resizing]}
         try:
             answer = self._workers.ask(request, name)
         except RequestError as error:
@@ -365,7 +376,11 @@ class ImagePrompts:
         return self._tokenizer.encode_bare(text) if text and self._tokenizer is not None else []
 
     def _placed(
-        self, token_ids: list[int], tokens: Sequence[ImageTokens], pixels: Sequence[Pixels]
+        self,
+        token_ids: list[int],
+        tokens: Sequence[ImageTokens],
+        named: Sequence[NamedImage],
+        pixels: Sequence[Pixels],
     ) -> tuple[PromptImage, ...]:
         """Return the images with their places among the tokens."""
         marker = self.vision.token_id
@@ -380,13 +395,56 @@ class ImagePrompts:
                     f"image {i} of the prompt is {len(bare)} tokens from {marker} on, but the prompt has "
                     f"{shown(token_ids[at : at + 8])} in their place"
                 )
-            images.append(PromptImage(at, end, sha256_of(self.vision, each), *each.size, each.data))
+            vision = named[i].vision or self.vision
+            sha256 = sha256_of(vision, each, named[i].uuid)
+            values = values_of(processing_of(vision), processing_of(self.vision))
+            images.append(PromptImage(at, end, sha256, *each.size, each.data, values))
             at = end
         if marker in token_ids[at:]:
             raise RequestError(
                 f"the prompt has {len(images)} images, and more tokens {marker} than these have embeddings"
             )
         return tuple(images)
+
+
+def _images_of(name: str, data: Any) -> Sequence[Any] | None:
+    """Return what multi_modal_data or multi_modal_uuids has for images. Raises RequestError."""
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise RequestError(f'{name} must be a dict such as {{"image": [...]}}, got {shown(data)}')
+    for kind in ("audio", "video"):
+        if data.get(kind) is not None:
+            raise RequestError(f"{name} has {kind}, which is not supported; images are")
+    reject_unknown(name, map(str, data), ("image", "audio", "video"))
+    images = data.get("image")
+    if images is None:
+        return None
+    return images if isinstance(images, list | tuple) and not isinstance(images, NamedImage) else [images]
+
+
+def _uuids_of(given: Any, num_images: int) -> Sequence[str | None]:
+    """Return the names in multi_modal_uuids, one for each image. Raises RequestError."""
+    name = "multi_modal_uuids"
+    uuids = _images_of(name, given)
+    if uuids is None:
+        return [None] * num_images
+    for i, uuid in enumerate(uuids):
+        if not isinstance(uuid, str | None) or uuid == "":
+            raise RequestError(f"{name}.image[{i}] must be a non-empty string or None, got {shown(uuid)}")
+    if len(uuids) != num_images:
+        raise RequestError(f"{name} has {len(uuids)} names, and multi_modal_data {num_images} images")
+    return uuids
+
+
+def _resized(name: str, image: Any, resizing: Resizing) -> Pixels:
+    try:
+        check_size(image)
+        return resizing.apply(in_rgb(image))
+    except RequestError as error:
+        raise RequestError(f"{name} {error}") from None
+    except (OSError, ValueError, SyntaxError) as error:  # an image that Pillow reads only now
+        raise RequestError(f"{name} cannot be read: {error}") from error
 
 
 def _new_fetcher(domains: Sequence[str]) -> Fetcher | None:

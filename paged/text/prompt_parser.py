@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from ..architectures.config import ModelConfig
 from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..requests.request import LONG, Prompt, PromptImage
+from ..requests.request import LONG, Prompt
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
+    from ..requests.prompt_image import PromptImage
     from .images import ImagePrompts, NamedImage
 
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them
-PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "multi_modal_data")
+IMAGE_FIELDS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", *IMAGE_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class PromptParser:
         tokenizer: Tokenizer | None,
         max_model_len: int,
         images: ImagePrompts | None = None,
-        no_images: str = "",
+        no_images: str = "this model takes text alone",
     ) -> None:
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -78,7 +80,7 @@ class PromptParser:
             if "prompt" in fields:
                 add_special_tokens = fields.pop("add_special_tokens", True)
                 check_bool(RequestError, "add_special_tokens", add_special_tokens)
-            images = self._images_in(fields.pop("multi_modal_data", None))
+            images = self._images_in({name: fields.pop(name, None) for name in IMAGE_FIELDS})
             salt = fields.pop("cache_salt", salt)
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise RequestError(
@@ -108,16 +110,14 @@ class PromptParser:
         self._check_is_text("prompt_token_ids", token_ids, with_images=bool(seen))
         return ParsedPrompt(text, token_ids, self.namespace(salt, len(token_ids)), seen)
 
-    def _images_in(self, data: Any) -> list[NamedImage]:
-        """Return the images in multi_modal_data. Raises RequestError, also where the model sees none."""
-        if data is None:
-            return []
-        if self.images is None:
-            raise RequestError(
-                f"multi_modal_data is refused: {self._no_images or 'this model takes text alone'}",
-                param="multi_modal_data",
-            )
-        return self.images.given(data)
+    def _images_in(self, given: Mapping[str, Any]) -> list[NamedImage]:
+        """Return the images in IMAGE_FIELDS. Raises RequestError, also where the model sees none."""
+        if self.images is not None:
+            return self.images.given(given)
+        for name, value in given.items():
+            if value is not None and (value or not isinstance(value, Mapping)):
+                raise RequestError(f"{name} is refused: {self._no_images}", param=name)
+        return []
 
     @about("prompt")
     def check_parsed(self, prompt: ParsedPrompt) -> None:
@@ -129,7 +129,7 @@ class PromptParser:
         if min(token_ids) < 0 or max(token_ids) >= self.model_config.vocab_size:  # quick, as nearly all pass
             self.check_vocabulary("prompt_token_ids", token_ids)
         if prompt.images and self.images is None:
-            raise RequestError(f"images are refused: {self._no_images or 'this model takes text alone'}")
+            raise RequestError(f"images are refused: {self._no_images}")
         self._check_is_text("prompt_token_ids", token_ids, with_images=bool(prompt.images))
 
     def _encode(

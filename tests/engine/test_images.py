@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paged import LLMEngine, SamplingParams, UsageError
+from paged import LLMEngine, RequestError, SamplingParams, UsageError
 from paged.runner.model_runner import ModelRunner
 from paged.sampling.sampler import Draw
 from paged.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ from tests.support.images import (
     seeing_reference,
 )
 
-Prompt = tuple[list[int], list[Image.Image]]
+Prompt = tuple[list[int], list[Image.Image]] | tuple[list[int], list[Image.Image], dict[str, Any]]
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
@@ -49,8 +49,9 @@ def prompts_of(name: str) -> list[Prompt]:
 
 
 def given(prompt: Prompt) -> dict[str, Any]:
-    token_ids, images = prompt
-    return {"prompt_token_ids": token_ids, **({"multi_modal_data": {"image": images}} if images else {})}
+    token_ids, images, *more = prompt
+    data = {"multi_modal_data": {"image": images}} if images else {}
+    return {"prompt_token_ids": token_ids, **data, **(more[0] if more else {})}
 
 
 @contextmanager
@@ -112,7 +113,7 @@ BACKENDS = [*((name, "numba") for name in FAMILIES), *((name, "torch") for name 
 def test_matches_transformers(name, backend, monkeypatch):
     prompts = prompts_of(name)[4:6] if name in ALIKE else prompts_of(name)
     results = completed(new_engine(seeing(name), attention_backend=backend), prompts, monkeypatch)
-    for (_, images), result in zip(prompts, results, strict=True):
+    for (_, images, *_), result in zip(prompts, results, strict=True):
         tokens, logits = seeing_reference(name).greedy(result.prompt_token_ids, images, 5)
         assert result.token_ids == tokens
         torch.testing.assert_close(result.logits, logits, atol=1e-4, rtol=0)
@@ -187,6 +188,103 @@ def test_company_chunks_and_preemption_change_no_bit(name, alone, options, monke
         return
     is_kept = options.get("mm_processor_cache_gb") != 0
     assert (engine.runner.images.num_computed == num_computed == 4) is is_kept
+
+
+OWN_PROCESSING: dict[str, dict[str, Any]] = {
+    "gemma3": {"image_mean": [0.4, 0.5, 0.6]},
+    "gemma4": {"do_normalize": True, "image_std": 0.5, "resample": 0},
+    "gemma4_large": {"do_rescale": False},
+    "mistral3": {"size": {"longest_edge": 24}, "do_normalize": False},
+    "qwen3_vl": {"size": {"shortest_edge": 1000, "longest_edge": 4000}},
+}
+
+
+def test_a_prompt_has_processing_of_its_own(name, alone, monkeypatch):
+    """Its bits are those of an engine with these values, beside prompts without, in caches that have both."""
+    own = OWN_PROCESSING[name]
+    prompts = prompts_of(name)[1:5]
+    expected = completed(
+        new_engine(seeing(name), mm_processor_kwargs=own, enable_prefix_caching=False), prompts, monkeypatch
+    )
+    assert [result.token_ids for result in expected] != [result.token_ids for result in alone[1:5]]
+    engine = new_engine(seeing(name), block_size=8)
+    both = [each for prompt in prompts for each in (prompt, (*prompt, {"mm_processor_kwargs": own}))]
+    for order in (slice(None), slice(None, None, -1)):
+        results = completed(engine, both[order], monkeypatch)[order]
+        assert results[::2] == alone[1:5]
+        assert results[1::2] == expected
+    assert engine.scheduler.counters.num_cached_tokens > 20
+    assert engine.runner.images.num_computed == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl"])
+def test_uuids_tell_images_apart(name, monkeypatch):
+    """But never give a prompt the image of another: one uuid of two images is two images."""
+    at = FAMILIES[name].ids
+    prompts: list[Prompt] = [([5, 6, *at, *range(7, 40)], [picture(seed)]) for seed in (1, 2)]
+    expected = completed(new_engine(seeing(name), enable_prefix_caching=False), prompts, monkeypatch)
+    engine = new_engine(seeing(name), block_size=8)
+    found = []
+    for image, uuid in ((0, ["a"]), (0, "a"), (0, ["b"]), (0, [None]), (1, ["a"]), (0, ["a"])):
+        before = engine.scheduler.counters.num_cached_tokens
+        prompt = (*prompts[image][:2], {"multi_modal_uuids": {"image": uuid}})
+        assert completed(engine, [prompt], monkeypatch) == [expected[image]]
+        found.append(engine.scheduler.counters.num_cached_tokens - before)
+    assert found == [0, 40, 0, 0, 0, 40]
+    assert engine.runner.images.num_computed == 4
+
+
+WRONG_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"mm_processor_kwargs": {"unknown": 3}}, "mm_processor_kwargs: unknown 3 is not supported"),
+    ({"mm_processor_kwargs": [3]}, "mm_processor_kwargs must be a dict of names and values"),
+    ({"mm_processor_kwargs": {"image_std": 0}}, "mm_processor_kwargs: image_std must be at least"),
+    ({"multi_modal_uuids": {"image": ["a", "b"]}}, "has 2 names, and multi_modal_data 1 images"),
+    ({"multi_modal_uuids": {"image": []}}, "has 0 names, and multi_modal_data 1 images"),
+    ({"multi_modal_uuids": {"image": [5]}}, r"multi_modal_uuids.image\[0\] must be a non-empty string"),
+    ({"multi_modal_uuids": {"image": [""]}}, r"multi_modal_uuids.image\[0\] must be a non-empty string"),
+    ({"multi_modal_uuids": {"audio": ["a"]}}, "multi_modal_uuids has audio, which is not supported"),
+    ({"multi_modal_uuids": ["a"]}, "multi_modal_uuids must be a dict"),
+    (
+        {"multi_modal_data": {"image": [None]}, "multi_modal_uuids": {"image": ["a"]}},
+        r"multi_modal_data.image\[0\] is None; each prompt brings its images",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl"])
+def test_wrong_fields_of_prompts_are_named(name):
+    reading = new_engine(seeing(name), skip_tokenizer_init=False)
+    prompt = {"prompt": FAMILIES[name].written, "multi_modal_data": {"image": [picture(1)]}}
+    for more, message in WRONG_FIELDS:
+        with pytest.raises(RequestError, match=message):
+            reading.generate({**prompt, **more}, greedy(1), use_tqdm=False)
+    blind = new_engine(seeing(name), language_model_only=True, skip_tokenizer_init=False)
+    for field in ({"mm_processor_kwargs": {"max_pixels": 600}}, {"multi_modal_uuids": {"image": ["a"]}}):
+        with pytest.raises(RequestError, match=f"{[*field][0]} is refused: language_model_only=True leaves"):
+            blind.generate({"prompt": "a", **field}, use_tqdm=False)
+    kwargs = {"max_pixels": 320}
+    (own,) = reading.generate([{**prompt, "mm_processor_kwargs": kwargs}], greedy(2), use_tqdm=False)
+    for outputs in (
+        reading.generate(prompt, greedy(2), use_tqdm=False, mm_processor_kwargs=kwargs),
+        reading.generate([prompt], greedy(2), use_tqdm=False, mm_processor_kwargs=kwargs),
+    ):
+        assert outputs[0].prompt_token_ids == own.prompt_token_ids
+        assert outputs[0].outputs == own.outputs
+    conversation = [{"role": "user", "content": [{"type": "image_pil", "image_pil": picture(1)}]}]
+    usual, small = (
+        reading.chat(conversation, greedy(1), use_tqdm=False, mm_processor_kwargs=each)[0]
+        for each in (None, kwargs)
+    )
+    assert len(usual.prompt_token_ids) > len(small.prompt_token_ids)
+
+
+@pytest.mark.parametrize("name", ["gemma4_large"])
+def test_an_image_that_no_step_has_room_for_is_refused(name):
+    """Whose tokens see each other: it would wait for ever."""
+    engine = new_engine(seeing(name), mm_processor_kwargs={"max_soft_tokens": 70})
+    engine.core.factory.most_uncut = 30
+    with pytest.raises(RequestError, match="tokens, which see each other and are computed in one step"):
+        engine.generate(given(prompts_of(name)[1]), greedy(1), use_tqdm=False)
 
 
 def test_a_fork_shares_an_image(name, alone):

@@ -18,8 +18,9 @@ from paged.architectures.hf_config import read_config
 from paged.architectures.towers import VisionSpec
 from paged.base.errors import UnsupportedModelError
 from paged.images.decoding import decode
-from paged.images.processing import patches_of, resizing_of, sha256_of
-from paged.images.reading import processing_of, with_vision
+from paged.images.processing import patches_of, resizing_of, sha256_of, values_of
+from paged.images.processing import processing_of as processing_of_vision
+from paged.images.reading import PROCESSINGS, SHARED, processing_of, request_reader, with_vision
 from paged.images.sizes import Pixels, Resizing, Size
 from paged.options.config import EngineConfig
 from paged.text.images import ImagePrompts, NamedImage
@@ -209,8 +210,10 @@ def test_the_digest_is_of_pixels_size_and_processing():
         sha256_of(vision, Pixels(Size(16, 8), pixels.data)),
         sha256_of(vision, Pixels(pixels.size, pixels.data[::-1])),
         sha256_of(vision_of("gemma3"), pixels),
+        sha256_of(vision, pixels, "a"),
+        sha256_of(vision, pixels, "b"),
     ]
-    assert len({*others}) == 4
+    assert len({*others}) == 6
     assert sha256_of(vision, Pixels(Size(8, 16), bytes(pixels.data))) == others[0]
 
 
@@ -315,6 +318,63 @@ def test_values_of_the_engine_are_its_errors(name, kwargs, message, tmp_path):
     assert model.vision is not None
     assert model.vision.processing is not None
     assert model.vision.processing.mean == (0.25, 0.25, 0.25)
+
+
+# Of JSON: numbers that overflow, and values of every type.
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 3, 10**400, -(10**400), 0.5, 1e308, 1e-320, "", "bicubic", "1", [], [1]),
+    *([0.5] * 3, [0.5, None, "a"], [10**400] * 3, {}, {"height": 24, "width": 24}, {"longest_edge": 10**400}),
+    *({"longest_edge": [1]}, {"shortest_edge": 9, "longest_edge": 99}, {"max_pixels": None}, {"height": {}}),
+]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_vl"])
+def test_values_of_a_request_are_read_or_refused(name):
+    """Whatever they are; and what is read resizes and makes finite patches."""
+    config = EngineConfig(str(seeing(name)))
+    model, _ = with_vision(config, read_config(seeing(name)), seeing(name))
+    assert model.vision is not None
+    read = request_reader(config, seeing(name))
+    keys = [*SHARED, *PROCESSINGS[model.vision.family][1], "unknown", "crop_size"]
+    rng = random.Random(name)
+    num_read = 0
+    for _ in range(1500):
+        values = {key: rng.choice(ODD_VALUES) for key in rng.sample(keys, rng.choice([1, 1, 2]))}
+        try:
+            vision = read(model.vision, values)
+        except (CheckpointError, UnsupportedModelError):
+            continue
+        num_read += 1
+        assert vision.processing is not None
+        made = values_of(vision.processing, processing_of_vision(model.vision))
+        numbers = patches_of(model.vision, vision.square, vision.square, bytes(vision.square**2 * 3), made)
+        assert np.isfinite(numbers).all(), values
+        assert (
+            numbers == patches_of(vision, vision.square, vision.square, bytes(vision.square**2 * 3))
+        ).all()
+    assert 100 < num_read < 1400
+
+
+def test_a_size_replaces_earlier_numbers_of_pixels():
+    """Where both are given in one place, the numbers count, as in transformers."""
+    directory = seeing("qwen3_vl")
+    vision = vision_of("qwen3_vl")
+    size = {"shortest_edge": 400, "longest_edge": 900}
+    read = request_reader(EngineConfig(str(directory), mm_processor_kwargs={"max_pixels": 500}), directory)
+
+    def sizes_of(**values: Any) -> tuple[int, ...]:
+        processing = read(vision, values).processing
+        assert processing is not None
+        return processing.sizes
+
+    assert sizes_of() == (300, 500)
+    assert sizes_of(max_pixels=700) == (300, 700)
+    assert sizes_of(size=size) == (400, 900)
+    assert sizes_of(size=size, max_pixels=700) == (400, 700)
+    config = EngineConfig(str(directory), mm_processor_kwargs={"size": size})
+    model, _ = with_vision(config, read_config(directory), directory)
+    assert model.vision is not None
+    assert model.vision.processing == read(vision, {"size": size}).processing
 
 
 def test_limits_are_numbers_or_counts():

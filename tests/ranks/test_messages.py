@@ -10,7 +10,7 @@ import pytest
 
 from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
-from paged.requests.request import PromptImage
+from paged.requests.prompt_image import PromptImage
 from paged.runner.image_rows import ImageRows
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule
@@ -77,7 +77,8 @@ def test_a_decode_beside_a_settled_seat_is_told_whole():
 def test_what_a_step_has_of_images_is_told():
     """All but pixels. A decode behind an image is told as what has changed, but for other offsets."""
     writer, reader = MessageWriter(cases.BLOCK_SIZE, 1), MessageReader(cases.BLOCK_SIZE, 1, 1)
-    first, second = (PromptImage(0, 0, bytes([i] * 32), 8 * i, 4, b"") for i in (1, 255))
+    first = PromptImage(0, 0, bytes([1] * 32), 8, 4, b"")
+    second = PromptImage(0, 0, bytes([255] * 32), 8 * 255, 4, b"", values=bytes([0, 0, 0, 200] * 14))
     part = ComputedPart(
         num_decodes=1, seats=[2], counts=[1], sampled=[0], sampled_seats=[2], entries=[array("i")]
     )

@@ -14,9 +14,9 @@ from ..answers.chunks import Head
 from ..fields.common import (
     ADD_SPECIAL_TOKENS,
     ANSWER_FIELDS,
-    BASE_FIELDS,
     INCLUDE_REASONING,
     NO_THINKING_FIELD,
+    SEEING_FIELDS,
     TEMPLATE_FIELDS,
 )
 from ..fields.messages import MESSAGES
@@ -29,7 +29,7 @@ CHAT_TABLE = FieldTable(
     "/v1/chat/completions",
     [
         MESSAGES,
-        *BASE_FIELDS,
+        *SEEING_FIELDS,
         *SAMPLING_FIELDS,
         Field(
             "max_completion_tokens",

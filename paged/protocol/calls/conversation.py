@@ -69,6 +69,7 @@ class Conversation:
         prompt = text.render_chat(
             messages,
             fetched=self.fetched,
+            mm_processor_kwargs=values.get("mm_processor_kwargs"),
             tools=tools,
             add_generation_prompt=values.get("add_generation_prompt", True),
             continue_final_message=values.get("continue_final_message", False),

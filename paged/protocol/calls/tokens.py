@@ -10,7 +10,7 @@ from ...base.errors import RequestError
 from ...base.fields import Field, FieldTable
 from ...base.json_kinds import Text, TokenIds
 from ...base.kinds import Boolean
-from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, TEMPLATE_FIELDS
+from ..fields.common import ADD_SPECIAL_TOKENS, BASE_FIELDS, SEEING_FIELDS, TEMPLATE_FIELDS
 from ..fields.messages import MESSAGES
 from ..fields.tools import TOOLS
 from ..limits import MAX_CONTEXTS, Limits
@@ -26,7 +26,7 @@ TOKENIZE_TABLE = FieldTable(
     [
         Field("prompt", Text(), "the text to tokenize; either it or messages is given"),
         Field(MESSAGES.name, MESSAGES.kind, "a conversation, which is rendered and tokenized"),
-        *BASE_FIELDS,
+        *SEEING_FIELDS,
         ADD_SPECIAL_TOKENS,
         Field("return_token_strs", Boolean(), "return the text of each token, too"),
         TOOLS,
@@ -68,9 +68,9 @@ class TokenizeCall(TextCall):
         super().__init__(body, limits)
         values = self.values
         if "messages" not in values:
-            for field in (*TEMPLATE_FIELDS, TOOLS):
-                if field.name in values:
-                    raise RequestError(f"{field.name} needs messages in place of prompt", param=field.name)
+            for name in ("mm_processor_kwargs", TOOLS.name, *(field.name for field in TEMPLATE_FIELDS)):
+                if name in values:
+                    raise RequestError(f"{name} needs messages in place of prompt", param=name)
             return
         self.conversation = Conversation(values, limits)
         self.conversation.tools = values.get("tools")
@@ -136,7 +136,7 @@ def encoded(text: ModelText, tokenizer: Tokenizer, prompt: Mapping[str, Any]) ->
     """Return the tokens of a prompt that is text, with the tokens of its images. Raises RequestError."""
     special = {"add_special_tokens": prompt["add_special_tokens"]}
     if "multi_modal_data" in prompt and text.images is not None:
-        images = text.images.given(prompt["multi_modal_data"])
+        images = text.images.given(prompt)
         return text.images.parse(prompt["prompt"], images, **special).token_ids
     return tokenizer.encode(prompt["prompt"], **special)
 

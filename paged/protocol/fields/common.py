@@ -81,12 +81,22 @@ COMMON_FIELDS = [
     KEEP_ALIVE,
     *ignored("safety_identifier", "user names the tenant"),
     *ignored("session_id", "requests with common prefixes share blocks by themselves"),
-    *refused("mm_processor_kwargs media_io_kwargs", "images are read as the engine's options say", {}),
+    *refused("mm_processor_kwargs", "/v1/chat/completions takes it; else the engine's is for all images", {}),
+    *refused("media_io_kwargs", "images are read as the engine's options say", {}),
     *refused("lora_request", "a LoRA adapter is chosen by its name as model: see docs/lora.md"),
 ]
 UNSTORED_FIELDS = [*ignored("metadata store", "nothing is stored")]
 # In the bodies whose answers are not stored.
 BASE_FIELDS = [*COMMON_FIELDS, *UNSTORED_FIELDS]
+# In the bodies of chats whose images may be processed in another way.
+SEEING_FIELDS = [
+    *(field for field in BASE_FIELDS if field.name != "mm_processor_kwargs"),
+    Field(
+        "mm_processor_kwargs",
+        JSONObject('{"max_pixels": 500000}'),
+        "values that replace the engine's and the checkpoint's for the images of this request",
+    ),
+]
 # In the bodies that generate in OpenAI's form.
 ANSWER_FIELDS = [
     Field("stream", Boolean(), "send the answer as server-sent events while it is generated"),
