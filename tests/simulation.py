@@ -58,12 +58,12 @@ from paged.drafting.drafter import Draft
 from paged.drafting.lengths import DraftLengths
 from paged.options.sampling_params import SamplingParams
 from paged.ranks.messages import MessageReader, MessageWriter
-from paged.requests.prompt_image import PromptImage
 from paged.requests.request import (
     LONG,
     NO_ADAPTER,
     NO_MASK,
     SLOW_READER,
+    PromptImage,
     Request,
     RequestInputs,
     RequestStatus,

@@ -193,19 +193,13 @@ class RequestFactory:
         )
 
     def _uncut(self, prompt: ParsedPrompt) -> tuple[tuple[int, int], ...]:
-        """Return the runs of a prompt's tokens that see each other. Raises RequestError for one too long."""
+        """Return the runs of a prompt's tokens that see each other; see `runs_of`."""
         vision = self.model_config.vision
         if vision is None or not vision.sees_itself:
             return ()
-        for image in prompt.images:
-            if image.end - image.start > self.most_uncut:
-                raise RequestError(
-                    f"an image of the prompt has {image.end - image.start} tokens, which see each other and "
-                    f"are computed in one step; the engine's steps have {self.most_uncut} at most "
-                    "(max_num_batched_tokens, long_prefill_token_threshold)",
-                    param="mm_processor_kwargs",
-                )
-        return tuple((image.start, image.end) for image in prompt.images)
+        from ..scheduler.uncut import runs_of
+
+        return runs_of(prompt.images, self.most_uncut)
 
     def check_possible(
         self,

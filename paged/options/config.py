@@ -255,16 +255,12 @@ class EngineConfig:
 
             check_sizes(self.cudagraph_capture_sizes, self.max_cudagraph_capture_size)
         self._check_ranks()
-        if self.limit_mm_per_prompt is not None:
-            from .image_limits import image_limits_of
-
-            object.__setattr__(self, "limit_mm_per_prompt", image_limits_of(self.limit_mm_per_prompt))
         check_number(ConfigError, "mm_processor_cache_gb", self.mm_processor_cache_gb, 0.0)
-        kwargs = self.mm_processor_kwargs
-        if kwargs is not None and not (
-            isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
-        ):
-            raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
+        if self.limit_mm_per_prompt is not None or self.mm_processor_kwargs is not None:
+            from .image_options import check_kwargs, image_limits_of
+
+            check_kwargs(self.mm_processor_kwargs)
+            object.__setattr__(self, "limit_mm_per_prompt", image_limits_of(self.limit_mm_per_prompt))
         if self.allowed_media_domains is not None:
             from .media_domains import media_domains_of
 

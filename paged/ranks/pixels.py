@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..requests.prompt_image import PromptImage
+from ..requests.request import PromptImage
 from ..runner.image_bytes import images_of, with_pixels
 from ..runner.plan import ComputedPart
 from .transport import Transport

@@ -21,7 +21,6 @@ from .token_rules import TokenRules
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
     from ..options.lora_request import LoRARequest
-    from .prompt_image import PromptImage
     from .prompt_report import PromptReport, TokenLogprobs
     from .stop_strings import StopStrings
 
@@ -53,6 +52,33 @@ class TokensPrompt(TypedDict):
     multi_modal_data: NotRequired[Mapping[str, Any]]
     multi_modal_uuids: NotRequired[Mapping[str, Any]]
     mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, resized.
+
+    start, end: the range of the prompt's tokens that stand for the image, including tokens between its rows.
+    sha256: a hash of the pixels and of everything that determines the image's embeddings.
+    height, width: the size in pixels.
+    pixels: uint8[height, width, 3], row by row.
+    values: what numbers of pixels become; b"": what the engine's processing says. See `images.processing`.
+    """
+
+    start: int
+    end: int
+    sha256: bytes
+    height: int
+    width: int
+    pixels: bytes
+    values: bytes = b""
+
+    @property
+    def content(self) -> Content:
+        """Its place in the prompt and its content, for the prefix cache."""
+        from ..blocks.content_chain import Content
+
+        return Content(self.start, self.end, self.sha256)
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]

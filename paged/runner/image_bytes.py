@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from ..requests.prompt_image import PromptImage
+from ..requests.request import PromptImage
 from ..scheduler.towers import TowerSteps, TowerWork
 from .image_rows import ImageRows
 from .plan import ComputedPart

@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..requests.prompt_image import PromptImage
-from ..requests.request import Request
+from ..requests.request import PromptImage, Request
 
 if TYPE_CHECKING:
     from ..architectures.towers import VisionSpec

@@ -16,7 +16,7 @@ from ..images.processing import patches_of
 from ..model.batch import Batch
 from ..model.towers.patches import Grid
 from ..model.towers.vit import TowerRun, Vit
-from ..requests.prompt_image import PromptImage
+from ..requests.request import PromptImage
 from ..scheduler.towers import TowerSteps, TowerWork
 from .image_rows import ImageRows
 from .plan import ComputedPart

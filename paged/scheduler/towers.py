@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..requests.prompt_image import PromptImage
-from ..requests.request import Request
+from ..requests.request import PromptImage, Request
 
 if TYPE_CHECKING:
     from ..architectures.config import ModelConfig

@@ -21,8 +21,7 @@ from ..engine.request_spec import SampleSoFar
 from ..engine.scoring import ScoreOutput, ScoreSpec
 from ..options.lora_request import LoRARequest
 from ..options.sampling_params import SamplingParams
-from ..requests.prompt_image import PromptImage
-from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, RequestMetrics
+from ..requests.request import CompletionOutput, ErrorKind, FinishReason, Logprob, PromptImage, RequestMetrics
 from ..scheduler.picture import EnginePicture
 from ..scheduler.stats import EngineStats
 from .telemetry.log_lines import LogFormat

@@ -19,7 +19,7 @@ from ..images.decoding import check_size, in_rgb, pillow
 from ..images.families import PROMPT_FAMILIES, ImageTokens, with_boundaries
 from ..images.processing import processing_of, resizing_of, sha256_of, values_of
 from ..images.sizes import Pixels, Resizing, Size
-from ..requests.prompt_image import PromptImage
+from ..requests.request import PromptImage
 from .marked_text import substituted
 from .tokenizer import Tokenizer
 from .worker import Worker, WorkerLimits, Workers

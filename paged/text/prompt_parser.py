@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..architectures.config import ModelConfig
 from ..base.errors import RequestError, about, reject_unknown
 from ..base.validation import check_bool, field_of, shown
-from ..requests.request import LONG, Prompt
+from ..requests.request import LONG, Prompt, PromptImage
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ..blocks.content_chain import Content
-    from ..requests.prompt_image import PromptImage
     from .images import ImagePrompts, NamedImage
 
 MAX_CONTINUED_TOKENS = 2**22  # of a prompt times its continuations: the engine gets it with each of them

@@ -260,7 +260,9 @@ def test_wrong_fields_of_prompts_are_named(name):
             reading.generate({**prompt, **more}, greedy(1), use_tqdm=False)
     blind = new_engine(seeing(name), language_model_only=True, skip_tokenizer_init=False)
     for field in ({"mm_processor_kwargs": {"max_pixels": 600}}, {"multi_modal_uuids": {"image": ["a"]}}):
-        with pytest.raises(RequestError, match=f"{[*field][0]} is refused: language_model_only=True leaves"):
+        with pytest.raises(
+            RequestError, match=f"{next(iter(field))} is refused: language_model_only=True leaves"
+        ):
             blind.generate({"prompt": "a", **field}, use_tqdm=False)
     kwargs = {"max_pixels": 320}
     (own,) = reading.generate([{**prompt, "mm_processor_kwargs": kwargs}], greedy(2), use_tqdm=False)

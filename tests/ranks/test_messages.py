@@ -10,7 +10,7 @@ import pytest
 
 from paged.base.errors import RankError
 from paged.ranks.messages import MessageKind, MessageReader, MessageWriter
-from paged.requests.prompt_image import PromptImage
+from paged.requests.request import PromptImage
 from paged.runner.image_rows import ImageRows
 from paged.runner.plan import ComputedPart, Planner
 from paged.scheduler.schedule import Schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paged.requests.prompt_image import PromptImage
+from paged.requests.request import PromptImage
 from paged.scheduler.towers import TowerCosts, TowerQueue
 from tests.support.scheduler_cases import added, new_request, new_scheduler, run_step, scheduled, updated
 

@@ -91,6 +91,43 @@ def test_every_api_shows_the_same_image(served):
     assert (native["content"], native["tokens_evaluated"]) == (content, num_tokens)
 
 
+def test_a_chat_has_processing_of_its_own(served):
+    """In sizes and in values, which reach the engine's process; a uuid changes no answer."""
+    large = image(data_url(picture(3, 48, 48)))
+    usual = chat(served, large)[1]
+    answers = {}
+    for values in ({}, {"size": {"longest_edge": 24}}, {"size": {"longest_edge": 24}, "image_std": 0.02}):
+        status, found = chat(served, large, mm_processor_kwargs=values, logprobs=True)
+        assert status == 200, found
+        counted = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Look:"}, large]}]}
+        counted["mm_processor_kwargs"] = values
+        tokens = json.loads(served.request("POST", "/tokenize", counted)[2])
+        assert tokens["count"] == found["usage"]["prompt_tokens"]
+        answers[tokens["count"], str(values)] = found["choices"][0]["logprobs"]["content"][0]["logprob"]
+    most = usual["usage"]["prompt_tokens"]
+    assert [num_tokens for num_tokens, _ in answers] == [most, most - 30, most - 30]
+    assert len({*answers.values()}) == 3
+    named = {**large, "uuid": "mine"}
+    assert chat(served, named)[1]["choices"] == usual["choices"]
+    for values, message in (
+        ({"max_pixels": 900}, "mm_processor_kwargs: max_pixels 900 is not supported; known are"),
+        ({"do_resize": False}, "mm_processor_kwargs: do_resize false is not supported"),
+        ([1], "mm_processor_kwargs must be an object"),
+    ):
+        status, found = chat(served, large, mm_processor_kwargs=values)
+        assert (status, found["error"]["param"]) == (400, "mm_processor_kwargs")
+        assert message in found["error"]["message"]
+    status, found = chat(served, {**large, "image_url": None, "uuid": "mine"})
+    assert status == 400
+    assert "got none; each prompt brings its images, as a uuid" in found["error"]["message"]
+    status, found = ask(served, "/v1/responses", input="a", mm_processor_kwargs={"image_std": 0.02})
+    assert (status, found["error"]["param"]) == (400, "mm_processor_kwargs")
+    assert "/v1/chat/completions takes it" in found["error"]["message"]
+    counted = {"prompt": "a", "mm_processor_kwargs": {"image_std": 0.02}}
+    text = served.request("POST", "/tokenize", counted)[2].decode()
+    assert "mm_processor_kwargs needs messages in place of prompt" in text
+
+
 def parts_of_llamacpp(prompt: str, *urls: str) -> dict[str, Any]:
     return {"prompt_string": prompt, "multimodal_data": [url.partition(",")[2] for url in urls]}
 

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from paged.architectures.towers import VisionSpec
-from paged.requests.prompt_image import PromptImage
-from paged.requests.request import Request
+from paged.requests.request import PromptImage, Request
 from paged.runner.plan import ComputedPart
 from paged.scheduler.towers import TowerCosts, TowerQueue, TowerSteps
 

@@ -1,4 +1,4 @@
-"""The numbers of images in a prompt: limit_mm_per_prompt."""
+"""The options about images that few engines are given: limit_mm_per_prompt and mm_processor_kwargs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ NAME = "limit_mm_per_prompt"
 MAX_IMAGES = 4096
 
 
-def image_limits_of(limits: object) -> dict[str, int]:
+def check_kwargs(kwargs: object) -> None:
+    """Raise ConfigError unless mm_processor_kwargs are values by name, which the processor knows."""
+    is_dict = isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
+    if kwargs is not None and not is_dict:
+        raise ConfigError(f"mm_processor_kwargs must be a dict of names and values, got {shown(kwargs)}")
+
+
+def image_limits_of(limits: object) -> dict[str, int] | None:
     """Return the limits as numbers; vLLM also writes {"image": {"count": 4}}. Raises ConfigError."""
+    if limits is None:
+        return None
     if not isinstance(limits, Mapping):
         raise ConfigError(f'{NAME} must be a dict such as {{"image": 4}}, got {shown(limits)}')
     return {kind: _limit_of(kind, limit) for kind, limit in limits.items()}
