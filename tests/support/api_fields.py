@@ -126,6 +126,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "reasoning_effort": ("low", {"chat_template": "{{ reasoning_effort }}"}),
     "documents": ([{"text": "a"}], {"chat_template": "{{ documents }}"}),
     "chat_template": ("{{ messages }}", {}),
+    "mm_processor_kwargs": ({"max_pixels": 9}, {}),
     "chat_template_kwargs": ({"a": 1}, {"chat_template": "{{ a }}"}),
     "add_generation_prompt": (False, {}),
     "continue_final_message": (True, {"add_generation_prompt": False, "chat_template": _SHORT}),
