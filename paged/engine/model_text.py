@@ -101,9 +101,9 @@ class ModelText:
         from ..images.reading import request_reader
         from ..text.images import ImagePrompts
 
-        read = request_reader(self._config, self._directory)
-        domains = self._config.allowed_media_domains or ()
-        return ImagePrompts(vision, self.tokenizer, self.most_images, domains, read)
+        config = self._config
+        read = request_reader(config, self._directory)
+        return ImagePrompts(vision, self.tokenizer, self.most_images, config.allowed_media_domains, read)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""
@@ -194,9 +194,10 @@ class ModelText:
         """
         if not mm_processor_kwargs and not _has_parts(messages):
             return self.chat.render(messages, **template)
-        from .image_chats import render
+        from .image_chats import ImageChats
 
-        return render(self, messages, fetched, mm_processor_kwargs, template)
+        chats = ImageChats(self.chat, self.images, self.no_images)
+        return chats.render(messages, fetched, mm_processor_kwargs, template)
 
 
 def _has_parts(messages: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.validation import check_int, shown
 
-NAME = "limit_mm_per_prompt"
+OPTION = "limit_mm_per_prompt"
 MAX_IMAGES = 4096
 
 
@@ -24,14 +24,14 @@ def image_limits_of(limits: object) -> dict[str, int] | None:
     if limits is None:
         return None
     if not isinstance(limits, Mapping):
-        raise ConfigError(f'{NAME} must be a dict such as {{"image": 4}}, got {shown(limits)}')
+        raise ConfigError(f'{OPTION} must be a dict such as {{"image": 4}}, got {shown(limits)}')
     return {kind: _limit_of(kind, limit) for kind, limit in limits.items()}
 
 
 def _limit_of(kind: Any, limit: Any) -> int:
     if kind not in ("image", "audio", "video"):
-        raise ConfigError(f"{NAME} has {shown(kind)}; it takes image")
-    name = f"{NAME}[{kind!r}]"
+        raise ConfigError(f"{OPTION} has {shown(kind)}; it takes image")
+    name = f"{OPTION}[{kind!r}]"
     if isinstance(limit, Mapping):
         for key in limit:
             if key != "count":

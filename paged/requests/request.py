@@ -30,8 +30,7 @@ class TextPrompt(TypedDict):
 
     multi_modal_data: {"image": ...}, an image or a list of them: a path, the bytes of a file, or an image of
         Pillow or numpy.
-    multi_modal_uuids: {"image": [...]}, names of the images, which tell apart images that are equal.
-    mm_processor_kwargs: as the engine's, for the images of this prompt.
+    multi_modal_uuids, mm_processor_kwargs: names of the images, and how they are processed.
     cache_salt: only prompts with the same salt share cached blocks.
     add_special_tokens: False if the text contains its special tokens, as the text of a chat template does.
     """

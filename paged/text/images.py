@@ -128,7 +128,7 @@ class ImagePrompts:
         vision: VisionSpec,
         tokenizer: Tokenizer | None,
         most: int,
-        media_domains: Sequence[str] = (),
+        media_domains: Sequence[str] | None = None,
         read: Callable[[VisionSpec, Mapping[str, Any]], VisionSpec] | None = None,
     ) -> None:
         self.vision = vision = with_boundaries(vision, None if tokenizer is None else tokenizer.special_ids)
@@ -447,7 +447,7 @@ def _resized(name: str, image: Any, resizing: Resizing) -> Pixels:
         raise RequestError(f"{name} cannot be read: {error}") from error
 
 
-def _new_fetcher(domains: Sequence[str]) -> Fetcher | None:
+def _new_fetcher(domains: Sequence[str] | None) -> Fetcher | None:
     """Return what fetches images from these hosts. Raises ResourceError if h11 is not installed."""
     if not domains:
         return None
