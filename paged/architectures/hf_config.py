@@ -18,7 +18,7 @@ from ..base.validation import shown
 from .config import ModelConfig
 from .families.reading import Config, Family, activation_of
 from .families.table import ARCHITECTURES, COMMON, Architecture, family_of
-from .gguf_paths import BITS_KEYS, FURTHER_KEY, GGUF_KEY, gguf_files
+from .gguf_paths import BITS_KEYS, FURTHER_KEY, GGUF_KEY
 
 if TYPE_CHECKING:
     from .families.multimodal import Multimodal
@@ -66,9 +66,11 @@ def _beginning(file: Path) -> bytes:
 def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file of a checkpoint, of at most 64 MiB. Raises CheckpointError."""
     if not file.exists():
+        from .missing_config import instead_of_config
+
+        instead = instead_of_config(each.name for each in file.parent.glob("*"))
         raise MissingModelError(
-            f"{file} does not exist; a model directory has config.json and *.safetensors"
-            f"{_instead(file.parent)}"
+            f"{file} does not exist; a model directory has config.json and *.safetensors{instead}"
         )
     value = _parsed(file)
     if not isinstance(value, dict):
@@ -92,14 +94,6 @@ def _parsed(file: Path) -> Any:
         raise MissingModelError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
-
-
-def _instead(directory: Path) -> str:
-    """Describe what in a directory without config.json looks like a model."""
-    if (directory / "adapter_config.json").exists():
-        return ". This one has a LoRA adapter: give the model that it is for, and the adapter as --lora"
-    gguf = gguf_files(directory) if directory.is_dir() else []
-    return f". This one has {gguf[0]}: give the path of the file" if gguf else ""
 
 
 def read_hf(directory: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..architectures.gguf_paths import is_gguf, listed, models_of, part_paths
 from ..architectures.gguf_tags import tags_of
+from ..architectures.missing_config import instead_of_config
 from ..base.errors import CheckpointError, MissingModelError
 
 # What an engine reads of a repository.
@@ -156,7 +157,7 @@ class _Repository:
         """Return the directory in the hub's cache with config.json. Raises OSError and CheckpointError."""
         if "config.json" not in self.names:
             _require_no_gguf(self.name, self.names)
-            raise CheckpointError(f"{self.name} has no config.json on the hub")
+            raise CheckpointError(f"{self.name} has no config.json on the hub{instead_of_config(self.names)}")
         return self.fetch(["config.json"])
 
     def require_answer(self) -> None:

@@ -17,7 +17,7 @@ from paged.architectures.config import DEMO
 from paged.architectures.families.table import ARCHITECTURES
 from paged.architectures.hf_config import from_hf, read_config
 from paged.architectures.spec import KVShape
-from paged.base.errors import CheckpointError, UnsupportedModelError
+from paged.base.errors import CheckpointError, MissingModelError, UnsupportedModelError
 from paged.text.tokenizer import Tokenizer
 from tests.support.checkpoints import CONFIGS, edit_json
 from tests.support.specs import value_at
@@ -735,6 +735,27 @@ def test_unreadable_config_is_named(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json: is not a regular file"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "instead"),
+    [
+        (
+            ["params.json", "tekken.json"],
+            "which is Mistral's own format and is not read: take the same model in",
+        ),
+        (["params.json", "consolidated.00.pth"], "which is its author's own format and is not read"),
+        (["adapter_config.json", "params.json"], "give the model that it is for, and the adapter as --lora"),
+        (["a.txt"], None),
+    ],
+)
+def test_what_stands_in_place_of_config_json_is_named(names, instead, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(MissingModelError) as error:
+        read_config(tmp_path)
+    said = str(error.value).partition("a model directory has config.json and *.safetensors")[2]
+    assert (instead in said) if instead else said == ""
 
 
 def test_engine_does_not_import_the_compiler_of_torch():

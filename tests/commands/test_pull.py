@@ -202,11 +202,13 @@ Usage = namedtuple("Usage", "total used free")
         ("owner/tiny:", "give a quantisation behind the colon", 2),
         ("owner/empty", "neither safetensors nor GGUF", 2),
         ("owner/evil", "whose name leaves the folder", 2),
+        ("owner/own", "has no config.json on the hub. This one has params.json, which is Mistral's own", 2),
         ("owner/tiny", "GB of disk space, and", 1),
     ],
 )
 def test_a_pull_that_cannot_be_is_one_error(hub, run, monkeypatch, name, message, code):
     hub.repositories["owner/empty"] = {"README.md": b""}
+    hub.repositories["owner/own"] = {"params.json": b"{}", "consolidated.safetensors": b"x"}
     hub.repositories["owner/evil"] = {
         "../../../evil.json": b"{}",
         "config.json": b"{}",

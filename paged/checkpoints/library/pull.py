@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ...architectures.gguf_paths import is_gguf, listed, part_paths
 from ...architectures.gguf_tags import tags_of
+from ...architectures.missing_config import instead_of_config
 from ...base.errors import CheckpointError, MissingModelError, ResourceError
 from ..hub import HUB_FILES, HUB_IGNORED
 from .local import hub_cache
@@ -118,7 +119,8 @@ class RemoteModel:
             if not self.has_safetensors:
                 raise CheckpointError(f"{self.name} has neither safetensors nor GGUF files on the hub")
             if not any(file.name == "config.json" for file in chosen):
-                raise CheckpointError(f"{self.name} has no config.json on the hub")
+                instead = instead_of_config(file.name for file in self.files)
+                raise CheckpointError(f"{self.name} has no config.json on the hub{instead}")
             return chosen
         named = {name.casefold(): files for name, files in self.quantisations.items()}
         if quantisation.casefold() not in named:
