@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from paged.base.errors import PagedError, RequestError
+from paged.protocol.answers.chunks import Form, Head
 from paged.protocol.endpoints import parse_call
-from paged.protocol.llamacpp.answers import Indented
+from paged.protocol.llamacpp.answers import Indented, NativeChunks
+from paged.protocol.llamacpp.calls import MEDIA_MARKER
 from paged.protocol.llamacpp.fill import FILL_TOKENS, fill_tokens_of
+from paged.requests.request import CompletionOutput, RequestMetrics, RequestOutput
 from tests.support.lobbies import lobby_here
+from tests.support.served import eventually, unhurried
 
 PROMPT = {"prompt": "def f(x):", "n_predict": 6, "seed": 1, "temperature": 0.7}
 
@@ -42,6 +47,88 @@ def test_stop_words_probabilities_and_grammars(served):
     assert served.post("/completion", **PROMPT, grammar='root ::= "yes"')["content"] == "yes"
     schema = {"enum": [5]}
     assert json.loads(served.post("/completion", **PROMPT, json_schema=schema)["content"]) == 5
+
+
+def test_several_prompts_have_a_list_of_answers(served):
+    """As llama.cpp's server has; a list of one prompt is answered as the prompt."""
+    ids = served.post("/tokenize", prompt="class A:")["tokens"]
+    prompts = ["def f(x):", ids, {"prompt_string": "import"}]
+    alone = [served.post("/completion", **{**PROMPT, "prompt": prompt}) for prompt in prompts]
+    answers = served.post("/completion", **{**PROMPT, "prompt": prompts})
+    assert [each["index"] for each in answers] == [0, 1, 2]
+    assert [each["content"] for each in answers] == [each["content"] for each in alone]
+    assert [each["tokens_evaluated"] for each in answers] == [each["tokens_evaluated"] for each in alone]
+    events = [json.loads(each) for each in served.events("/completion", **{**PROMPT, "prompt": prompts})]
+    for i, answer in enumerate(answers):
+        own = [each for each in events if each["index"] == i]
+        assert "".join(each["content"] for each in own) == answer["content"]
+        assert [each["stop"] for each in own] == [False] * (len(own) - 1) + [True]
+    single = served.post("/completion", **{**PROMPT, "prompt": prompts[:1]})
+    assert (single["content"], single["index"]) == (alone[0]["content"], 0)
+    for wrong, message in (
+        ([], "prompt must have at least 1 entry"),
+        (["a", 5], "prompt[1] must be"),
+        (["a", [-1]], "prompt[1][0] must be"),
+        (["a", {"prompt_string": MEDIA_MARKER}], "prompt[1].prompt_string has 1 times <__media__>"),
+    ):
+        status, _, data = served.request("POST", "/completion", {"prompt": wrong})
+        assert (status, message in json.loads(data)["error"]["message"]) == (400, True), data
+
+
+def outputs_of(*texts: str) -> list[RequestOutput]:
+    """Return the deltas of an answer, a token each."""
+    return [
+        RequestOutput(
+            request_id="r",
+            prompt="x",
+            prompt_token_ids=[4],
+            outputs=[CompletionOutput(0, text, [i], "length" if i == len(texts) - 1 else None)],
+            finished=i == len(texts) - 1,
+            num_cached_tokens=0,
+            metrics=RequestMetrics(0.0, 1.0, 2.0),
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most_ms", "kept"),
+    [(1500, "a\nb\n"), (2500, "a\nb\nBc\n"), (9000, "a\nb\nBc\nd"), (math.inf, "a\nb\nBc\nd")],
+)
+def test_a_line_end_after_the_time_ends_the_text(most_ms, kept):
+    """By a clock that the test turns: a second for each token."""
+    seconds = iter(range(100))
+    chunks = NativeChunks(
+        Head("r", "completion", 0, "m"),
+        Form(),
+        index=0,
+        num_probs=None,
+        most_ms=most_ms,
+        clock=lambda: next(seconds),
+    )
+    for output in outputs_of("a", "\n", "b\nB", "c", "\n", "d"):
+        chunks.add(0, output)
+    # The line ends come after 1, 2 and 4 seconds.
+    assert chunks.whole()["content"] == kept
+    assert chunks.has_ended == (kept[-1] == "\n")
+    assert chunks.whole()["stop_type"] == "limit"
+
+
+def test_an_answer_that_is_over_ends_its_request(served):
+    """Whole or as events, and long before the engine has made all tokens."""
+    body = {**PROMPT, "n_predict": 1800, "ignore_eos": True, "t_max_predict_ms": 1}
+    with unhurried(served.front.engine, 0.01):
+        whole = served.post("/completion", **body)
+        events = [json.loads(each) for each in served.events("/completion", **body)]
+        both = served.post("/completion", **{**body, "prompt": ["def f(x):", "class A:"]})
+    streamed = "".join(each["content"] for each in events)
+    for text in (whole["content"], streamed, *(each["content"] for each in both)):
+        assert text.endswith("\n")
+    assert whole["tokens_predicted"] < 1800
+    assert (whole["stop_type"], events[-1]["stop"], events[-1]["stop_type"]) == ("limit", True, "limit")
+    assert whole["timings"]["predicted_n"] == whole["tokens_predicted"]
+    assert whole["has_new_line"]
+    eventually(lambda: served.num_requests == 0)
 
 
 def test_a_line_that_is_indented_less_ends_the_text(served):

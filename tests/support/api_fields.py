@@ -168,6 +168,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "raw": (True, {}),
     "n_predict": (5, {}),
     "n_indent": (4, {}),
+    "t_max_predict_ms": (500, {}),
     "repeat_penalty": (1.5, {}),
     "repeat_last_n": (0, {"repeat_penalty": 1.5}),
     "grammar": ('root ::= "a"', {}),

@@ -110,6 +110,11 @@ class Chunks(ABC):
             chunks += self.chunks_of(choice, completion)
         return chunks
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer ends here, although the engine would go on."""
+        return False
+
     def finish(self) -> list[dict[str, Any]]:
         """Return the last chunks, which follow the last output."""
         if not self.form.include_usage:

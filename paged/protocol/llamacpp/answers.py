@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...requests.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -40,25 +42,34 @@ class Indented:
 class NativeChunks(Chunks):
     """The events of a streamed completion of llama.cpp's, which also build the whole answer.
 
+    index: the number of its prompt.
     num_probs: how many of the most likely tokens are listed at each position; None without any.
     is_empty: whether the answer has no token, as the request has only computed its prompt.
     least_indent: see `Indented`.
+    most_ms: the text ends with the first line end that comes so long after the first token.
     """
-
-    ENDS_WITH_DONE: ClassVar[bool] = False
 
     def __init__(
         self,
         head: Head,
         form: Form,
         *,
+        index: int,
         num_probs: int | None,
         is_empty: bool = False,
         least_indent: int = 0,
+        most_ms: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(head, form, Usage(tells_cached=True))
+        self._index = index
         self._is_empty = is_empty
         self._indented = Indented(least_indent)
+        self._most_ms = most_ms
+        self._clock = clock
+        self._begun: float | None = None  # when the first token came
+        self._elapsed = 0.0  # seconds until the last one
+        self._is_late = False
         self._model = head.model
         self._num_probs = num_probs
         self._texts: list[str] = []
@@ -74,14 +85,21 @@ class NativeChunks(Chunks):
         self._prompt = output.prompt or ""
         return []
 
-    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:  # noqa: ARG002
         """Return the event of a delta."""
         if completion.finish_reason is not None:
             self._last = completion
-        if self._is_empty or self._indented.has_ended:
+        if self._is_empty or self.has_ended:
             return []
         tokens = [*completion.token_ids]
+        if tokens:
+            now = self._clock()
+            self._begun = now if self._begun is None else self._begun
+            self._elapsed = now - self._begun
         text = self._indented.take(completion.text)
+        if "\n" in text and self._elapsed * 1e3 > self._most_ms:
+            self._is_late = True
+            text = text[: text.index("\n") + 1]
         self._texts.append(text)
         self._tokens += tokens
         probabilities = [self._place(place) for place in completion.logprobs or ()]
@@ -89,7 +107,7 @@ class NativeChunks(Chunks):
         if not (text or tokens):
             return []
         made = {
-            "index": choice,
+            "index": self._index,
             "content": text,
             "tokens": tokens,
             "stop": False,
@@ -107,10 +125,13 @@ class NativeChunks(Chunks):
         """Return the last event, without text."""
         return [self._ending("", [])]
 
-    def whole_of(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the whole answer for a finished output."""
-        self.start(0, output)
-        self.add(0, output)
+    @property
+    def has_ended(self) -> bool:
+        """Whether the text is over, by its indent or its time."""
+        return self._indented.has_ended or self._is_late
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer after its last output."""
         return self._ending("".join(self._texts), self._probabilities)
 
     def _place(self, place: Mapping[int, Logprob]) -> dict[str, Any]:
@@ -120,12 +141,13 @@ class NativeChunks(Chunks):
 
     def _ending(self, content: str, probabilities: Sequence[dict[str, Any]]) -> dict[str, Any]:
         last = self._last
-        assert last is not None, "the answer has not ended"
-        word = last.stop_reason if isinstance(last.stop_reason, str) else ""
-        is_cut = self._is_empty or self._indented.has_ended or last.finish_reason == "length"
+        assert last is not None or self.has_ended, "the answer has not ended"
+        reason = None if last is None else last.stop_reason
+        word = reason if isinstance(reason, str) else ""
+        is_cut = self._is_empty or self.has_ended or (last is not None and last.finish_reason == "length")
         stop_type = "limit" if is_cut else ("word" if word else "eos")
         made: dict[str, Any] = {
-            "index": 0,
+            "index": self._index,
             "content": content,
             "tokens": self._tokens if content else [],
             "id_slot": 0,
@@ -146,13 +168,15 @@ class NativeChunks(Chunks):
     def _timings(self) -> dict[str, Any]:
         """Return the counts and times in milliseconds, as far as they are known."""
         times = self._times
-        if times is None or times.first_token_time is None or times.finished_time is None:
+        if times is None or times.first_token_time is None:
             return {}
+        until = times.finished_time
+        predicted = self._elapsed if until is None else until - times.first_token_time
         begun = times.first_scheduled_time or times.arrival_time
         num_cached = self.usage.num_cached or 0
         parts = {
             "prompt": (self.usage.num_prompt - num_cached, times.first_token_time - begun),
-            "predicted": (self._num_new, times.finished_time - times.first_token_time),
+            "predicted": (self._num_new, predicted),
         }
         found: dict[str, Any] = {"cache_n": num_cached}
         for name, (count, seconds) in parts.items():
@@ -162,6 +186,42 @@ class NativeChunks(Chunks):
                 found[f"{name}_per_token_ms"] = seconds * 1e3 / count
                 found[f"{name}_per_second"] = count / seconds
         return found
+
+
+class ManyNativeChunks(Chunks):
+    """The events of the completions of one prompt or several. The last event of each has "stop": true."""
+
+    ENDS_WITH_DONE: ClassVar[bool] = False
+
+    def __init__(self, head: Head, parts: Sequence[NativeChunks]) -> None:
+        super().__init__(head, Form(num_prompts=len(parts)), Usage(tells_cached=True))
+        self._parts = parts
+
+    def add(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return the events for an output of the prompt number `index`."""
+        if index in self._ended:
+            return []
+        self.usage.add(index, output)
+        part = self._parts[index]
+        events = part.add(0, output)
+        if output.finished or part.has_ended:
+            self._ended.add(index)
+            events += part.finish()
+        return events
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last event of each prompt was made."""
+        return len(self._ended) == len(self._parts)
+
+    def whole(self) -> Any:
+        """Return the whole answer after the last output: of several prompts a list, as llama.cpp does."""
+        answers = [part.whole() for part in self._parts]
+        return answers if len(answers) > 1 else answers[0]
+
+    def chunks_of(self, choice: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return the events of a delta."""
+        return self._parts[choice].chunks_of(0, completion)
 
 
 def _shown(token_id: int, candidate: Logprob) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from ..fields.images import with_images
 from ..fields.messages import MESSAGES
 from ..fields.sampling import check_most_logprobs, sampling_field
 from ..fields.tools import TOOLS
-from ..limits import MAX_TOP_LOGPROBS, Limits
+from ..limits import MAX_PROMPTS, MAX_TOP_LOGPROBS, Limits
 from ..ollama.fields import OPTIONS, sampling_of
-from .answers import NativeChunks
+from .answers import ManyNativeChunks, NativeChunks
 from .fill import fill_tokens_of
 
 if TYPE_CHECKING:
     from ...engine.model_text import ModelText
+    from ...options.sampling_params import SamplingParams
 
 MAX_FILES = 256  # of input_extra
 MEDIA_MARKER = "<__media__>"  # stands for an image in a prompt
@@ -59,7 +61,12 @@ _ANSWER = [
     *ignored("n_keep n_discard", "no tokens of a prompt are dropped"),
     *ignored("samplers min_keep", "the order of filters is this engine's own"),
     *ignored("timings_per_token return_tokens", "the last event has the times, and each its tokens"),
-    *ignored("t_max_prompt_ms t_max_predict_ms", "timeout_s bounds the whole request"),
+    Field(
+        "t_max_predict_ms",
+        Integer(-1),
+        "the answer ends with the first line end that comes so many milliseconds after its first token",
+    ),
+    *ignored("t_max_prompt_ms", "llama.cpp does not implement it either; timeout_s bounds the whole request"),
     *ignored("response_fields return_progress post_sampling_probs", "answers have all fields"),
     *refused("xtc_probability dynatemp_range", "they are not implemented", 0, 0.0),
     *ignored("xtc_threshold dynatemp_exponent", "XTC and dynamic temperatures are not implemented"),
@@ -75,13 +82,15 @@ _PROMPT = FieldTable(
         Field("multimodal_data", ListOf(Text(1)), "the images in base64"),
     ],
 )
+_ONE_PROMPT = Text(1), TokenIds(1), ObjectOf(_PROMPT)
 COMPLETION_FIELDS = FieldTable(
     "/completion",
     [
         Field(
             "prompt",
-            OneOf((Text(1), TokenIds(1), ObjectOf(_PROMPT))),
-            "the text to complete, its token ids, or an object with images",
+            OneOf((*_ONE_PROMPT, ListOf(OneOf(_ONE_PROMPT), 1, MAX_PROMPTS))),
+            "the text to complete, its token ids, an object with images, or a list of these, to which the "
+            "answer is a list",
             required=True,
         ),
         *_ANSWER,
@@ -127,9 +136,12 @@ class NativeCall(AnswerCall):
     def __init__(self, body: Mapping[str, Any], limits: Limits) -> None:
         super().__init__(body, limits)
         values = self.values
+        if self._lists:
+            self.check_choices(len(values["prompt"]))
         # A number may be off here that SamplingParams has no such value for.
         own = {name: values[name] for name in _SAMPLED if name in values}
         self.least_indent = values.get("n_indent", 0)
+        self.most_ms = max(values.get("t_max_predict_ms", 0), 0) or math.inf
         # Of a body that only warms the cache, a token is generated that the answer lacks.
         self._warms = values.get("n_predict") == 0
         if "n_predict" in values:
@@ -158,43 +170,74 @@ class NativeCall(AnswerCall):
         return values, without_effect
 
     def prompts(self, text: ModelText) -> Sequence[Prompt]:
-        """Return the prompt. Raises RequestError."""
-        prompt = self.values["prompt"]
-        if isinstance(prompt, dict):
-            return [_with_images(text, prompt["prompt_string"], prompt.get("multimodal_data", ()))]
-        if isinstance(prompt, str):
-            return [{"prompt": prompt, "add_special_tokens": True}]
-        return [{"prompt_token_ids": prompt}]
+        """Return the prompts. Raises RequestError."""
+        if not self._lists:
+            return [_prompt_of(text, "prompt", self.values["prompt"])]
+        return [_prompt_of(text, f"prompt[{i}]", each) for i, each in enumerate(self.values["prompt"])]
 
-    def body(
-        self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str
-    ) -> dict[str, Any]:
-        """Return the answer."""
-        (output,) = outputs
-        return self.chunks(identity, created, model).whole_of(output)
+    @property
+    def _lists(self) -> bool:
+        """Whether the body has a list of prompts."""
+        prompt = self.values.get("prompt")
+        return isinstance(prompt, list) and not isinstance(prompt[0], int)
 
-    def chunks(self, identity: str, created: int, model: str) -> NativeChunks:
+    def body(self, outputs: Sequence[RequestOutput], identity: str, created: int, model: str) -> Any:
+        """Return the answer, or as llama.cpp does a list of the answers to several prompts."""
+        head = Head(identity, "completion", created, model)
+        chunks = self._chunks_of(head)
+        for i, output in enumerate(outputs):
+            chunks.add(i, output)
+        return chunks.whole()
+
+    def chunks(self, identity: str, created: int, model: str) -> ManyNativeChunks:
         """Return what makes the events of the answer."""
+        return self._chunks_of(Head(identity, "completion", created, model))
+
+    def _chunks_of(self, head: Head) -> ManyNativeChunks:
+        num_prompts = len(self.values["prompt"]) if self._lists else 1
+        return ManyNativeChunks(head, [self._chunks(head, i) for i in range(num_prompts)])
+
+    def _chunks(self, head: Head, index: int) -> NativeChunks:
         return NativeChunks(
-            Head(identity, "completion", created, model),
+            head,
             Form(),
+            index=index,
             num_probs=self._num_probs,
             is_empty=self._warms,
             least_indent=self.least_indent,
+            most_ms=self.most_ms,
         )
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether the answer may end before the engine's output."""
+        return self.least_indent > 0 or self.most_ms < math.inf
 
-def _with_images(text: ModelText, prompt: str, images: Sequence[str]) -> Prompt:
+    def params(self, text: ModelText, *, stream: bool | None = None) -> SamplingParams:
+        """Return the sampling parameters, for deltas if the answer may end early. Raises RequestError."""
+        return super().params(text, stream=self.stream or self.ends_early if stream is None else stream)
+
+
+def _prompt_of(text: ModelText, place: str, prompt: Any) -> Prompt:
+    """Return the prompt at a place of a body. Raises RequestError."""
+    if isinstance(prompt, dict):
+        return _with_images(text, place, prompt["prompt_string"], prompt.get("multimodal_data", ()))
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "add_special_tokens": True}
+    return {"prompt_token_ids": prompt}
+
+
+def _with_images(text: ModelText, place: str, prompt: str, images: Sequence[str]) -> Prompt:
     """Return a prompt with a placeholder for each marker. Raises RequestError."""
+    data = f"{place}.multimodal_data"
     if (num := prompt.count(MEDIA_MARKER)) != len(images):
         raise RequestError(
-            f"prompt.prompt_string has {num} times {MEDIA_MARKER}, and prompt.multimodal_data "
-            f"{len(images)} images",
-            param="prompt.prompt_string",
+            f"{place}.prompt_string has {num} times {MEDIA_MARKER}, and {data} {len(images)} images",
+            param=f"{place}.prompt_string",
         )
     if text.images is not None:
         prompt = prompt.replace(MEDIA_MARKER, text.images.written)
-    given: Any = with_images(text, prompt, "prompt.multimodal_data", images) if images else {"prompt": prompt}
+    given: Any = with_images(text, prompt, data, images) if images else {"prompt": prompt}
     return {**given, "add_special_tokens": True}
 
 

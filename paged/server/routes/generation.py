@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...base.errors import PagedError, QueueFullError
+from ...base.errors import QueueFullError
 from ...engine.async_base import RequestStream
 from ...options.sampling_params import SamplingParams
-from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall, GenerationCall
 from ...protocol.calls.conversation_call import ConversationCall
 from ...protocol.calls.generate import GenerateCall
+from ...protocol.llamacpp.calls import NativeCall
 from ...requests.request import RequestOutput
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange, encode_answer, in_thread_if, until_disconnect
-from ..http.failures import HttpError
 from .readers import MergedOutcomes, OnOutput, Outcome, finished_outcomes, num_parts_of
-from .streaming import Events, Lines, ObjectLines, send_stream
+from .streaming import Events, Lines, ObjectLines, checked, send_stream
 
 if TYPE_CHECKING:
     from ...requests.request import Prompt
@@ -84,6 +83,8 @@ class AnswerRoute:
             framing = ObjectLines(call, chunks) if chunks.IS_LINES else Events(call, chunks)
             await send_stream(self._front, exchange, MergedOutcomes(streams, on_output), framing)
             return None
+        if isinstance(call, NativeCall) and call.ends_early:
+            return await encode_answer(await _gathered(call, streams, terms, on_output), 1)
         outputs = await _finished_outputs(call, streams, on_output)
         num_parts = exchange.num_body_bytes // BYTES_OF_PART + num_parts_of(outputs)
         return await encode_answer(partial(call.body, outputs, *terms), num_parts)
@@ -112,17 +113,27 @@ async def answer_prompts(front: FrontEnd, exchange: Exchange) -> None:
         await exchange.respond(200, body)
 
 
+async def _gathered(
+    call: NativeCall, streams: Sequence[RequestStream], terms: tuple[str, int, str], on_output: OnOutput
+) -> Callable[[], Any]:
+    """Read deltas until the answer is over. Return what makes the whole answer. Raises the first error."""
+    chunks = call.chunks(*terms)
+    async with MergedOutcomes(streams, on_output) as outcomes:
+        async for batch in outcomes.batches():
+            for index, outcome in batch.outcomes:
+                chunks.add(index, checked(call, outcome))
+            if chunks.has_ended:
+                break
+    return chunks.whole
+
+
 async def _finished_outputs(
     call: AnswerCall, streams: Sequence[RequestStream], on_output: OnOutput
 ) -> list[RequestOutput]:
     """Return the last output of each stream. Raises the error of the first that fails."""
 
     def check(outcome: Outcome) -> None:
-        if isinstance(outcome, PagedError):
-            call.name_field(outcome)
-            raise outcome
-        if failure := failure_of([outcome]):
-            raise HttpError(*failure)
+        checked(call, outcome)
 
     outcomes = await finished_outcomes(streams, on_output, check)
     return [outcome for outcome in outcomes if isinstance(outcome, RequestOutput)]

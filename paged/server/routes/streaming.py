@@ -11,6 +11,7 @@ from ...protocol.answers.chunks import Chunks
 from ...protocol.answers.errors import failure_of
 from ...protocol.calls.call import AnswerCall
 from ...protocol.calls.generate import GenerateCall
+from ...requests.request import RequestOutput
 from ..front_end import FrontEnd
 from ..http.exchange import EVENTS, JSON_LINES, PARTS_AT_ONCE, Exchange, beside_loop, encode_json
 from ..http.failures import FailureResponse, HttpError
@@ -25,6 +26,11 @@ class Framing(ABC):
     """
 
     content_type: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further part follows, although outputs would."""
+        return False
 
     @abstractmethod
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
@@ -42,6 +48,16 @@ class Framing(ABC):
         """Return the last part of a stream that ends with an error."""
 
 
+def checked(call: AnswerCall, outcome: Outcome) -> RequestOutput:
+    """Return an output of a call. Raises its error if it failed."""
+    if isinstance(outcome, PagedError):
+        call.name_field(outcome)
+        raise outcome
+    if outcome.finished and (failure := failure_of([outcome])):
+        raise HttpError(*failure)
+    return outcome
+
+
 class Events(Framing):
     """Chunks as server-sent events: named events, or events without names and then [DONE].
 
@@ -57,19 +73,20 @@ class Events(Framing):
         self._done = DONE if chunks.ENDS_WITH_DONE and not chunks.NAMES_EVENTS else b""
         self._has_begun = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer is over."""
+        return self._chunks.has_ended
+
     def part(self, outcomes: Sequence[tuple[int, Outcome]]) -> bytes:
         """Return the events for these outputs."""
         values: list[dict[str, Any]] = []
         for index, outcome in outcomes:
-            if isinstance(outcome, PagedError):
-                self._call.name_field(outcome)
-                raise outcome
-            if outcome.finished and (failure := failure_of([outcome])):
-                raise HttpError(*failure)
+            output = checked(self._call, outcome)
             if not self._has_begun:
                 self._has_begun = True
-                values += self._chunks.start(index, outcome)
-            values += self._chunks.add(index, outcome)
+                values += self._chunks.start(index, output)
+            values += self._chunks.add(index, output)
         return b"".join(map(self._event, values))
 
     def end(self) -> bytes:
@@ -142,9 +159,10 @@ async def send_stream(
                     part = await beside_loop(framing.part, batch.outcomes)
                 else:
                     part = framing.part(batch.outcomes)
-                if batch.is_last:
+                if batch.is_last or framing.has_ended:
                     await response.write(part + framing.end(), more=False)
-                elif part:
+                    break
+                if part:
                     await response.write(part)
                     if keep_alive is not None:
                         keep_alive.on_write(response)
