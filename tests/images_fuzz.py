@@ -97,7 +97,7 @@ def _decode(prompts: ImagePrompts, seed: int, report: Report) -> None:
     started = time.monotonic()
     finding = ""
     try:
-        pixels = prompts._read(*NamedImage(NAME, data))
+        pixels = prompts._read(NamedImage(NAME, data))
         if len(pixels.data) != 3 * pixels.size.height * pixels.size.width:
             finding = f"has {len(pixels.data)} bytes of {pixels.size}"
         report.outcomes["an image"] += 1

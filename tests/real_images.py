@@ -34,6 +34,7 @@ from paged.images.decoding import in_rgb
 from paged.images.processing import patches_of, sha256_of
 from paged.images.reading import read_seeing
 from paged.options.config import EngineConfig
+from paged.text.images import NamedImage
 from tests.support.images import FAMILIES, SeeingReference, picture, row_by_row
 
 # Which of FAMILIES an architecture is like.
@@ -107,7 +108,7 @@ def _seen(engine: LLMEngine, image: Image.Image, params: SamplingParams) -> Seen
         engine.generate([{"prompt": "", "multi_modal_data": {"image": image}}])  # raises why it sees none
     content = [{"type": "image_pil", "image_pil": image}, {"type": "text", "text": QUESTION}]
     (output,) = engine.chat([{"role": "user", "content": content}], params, use_tqdm=False)
-    pixels = prompts._read("image", image)
+    pixels = prompts._read(NamedImage("image", image))
     images: Any = engine.runner.images
     embeddings = {**images._held, **images._kept}[sha256_of(prompts.vision, pixels)]
     hidden = engine.model_config.hidden_size
