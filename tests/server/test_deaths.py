@@ -147,6 +147,7 @@ def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch, hurry
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+@pytest.mark.usefixtures("hurry")
 def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
     async def main() -> None:
         with mortal(engines[:1], max_restarts=2) as (client, lives):
