@@ -368,17 +368,18 @@ def started(batch: Path, output: Path, *options: str) -> subprocess.Popen[str]:
     environment[unhurried_engine_process.WHILE] = str(output.with_suffix(".slow"))
     argv = [sys.executable, "-c", PROGRAM, "run-batch", str(batch), str(output), *MODEL, *options]
     process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
+    eventually(
+        lambda: (output.exists() and output.read_bytes().count(b"\n") >= 5) or process.poll() is not None
+    )
     return process
 
 
 @pytest.mark.usefixtures("loaded")
 def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     """Also one whose engines are killed: they are replaced, and their lines go on in others."""
-    # These are long, so that not all are done at the kills.
+    # These are long and come last, so that they are not done at the kills.
     long = [line(f"long{i}", prompt=f"x{i}", max_tokens=400, ignore_eos=True) for i in range(8)]
-    short = batch.read_text().splitlines()
-    batch = write(tmp_path / "in.jsonl", *long, *short)
+    batch = write(tmp_path / "in.jsonl", *batch.read_text().splitlines(), *long)
     expected = tmp_path / "whole.jsonl"
     run("run-batch", batch, expected)
     output = tmp_path / "killed.jsonl"
@@ -393,9 +394,8 @@ def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     assert "35/35" in err
     assert results(output) == results(expected)
     assert len(results(output)) == 35
-    batch = write(tmp_path / "last.jsonl", *short, *long)
     output, slow = tmp_path / "replicas.jsonl", tmp_path / "replicas.slow"
-    slow.write_text("0.05")  # so that the long ones, which come last, are not done at the kills
+    slow.write_text("0.05")
     with started(batch, output, "--replicas", "2") as process:
         engines = processes_of(ENGINE, process.pid)
         for engine in engines:

@@ -69,9 +69,7 @@ def test_gpu_memory_is_shared_with_other_processes():
 def test_cpu_takes_the_stated_share_of_free_memory(monkeypatch):
     free = free_on_cpu()
     assert free > 0
-    monkeypatch.setattr(
-        "paged.runner.fit.free_on_cpu", lambda: free
-    )  # others may take some
+    monkeypatch.setattr("paged.runner.fit.free_on_cpu", lambda: free)  # others may take some
     one, half = (kv_bytes_on_cpu(EngineConfig(model="demo", cpu_memory_utilization=u)) for u in (1.0, 0.5))
     assert half == pytest.approx(one / 2, rel=0.01)
 
