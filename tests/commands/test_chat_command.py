@@ -368,7 +368,7 @@ def test_keys_of_a_real_terminal():
             os.write(master, b"\x03")
             wait_for(">>> ")
         os.write(master, b"\x04")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
         os.close(master)
 
 

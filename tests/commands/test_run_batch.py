@@ -11,11 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from paged import LLMEngine, SamplingParams
@@ -24,7 +22,7 @@ from paged.commands.batch_run import BatchRun
 from paged.protocol.batch_file import IdentitySet
 from paged.protocol.calls.completions import CompletionCall
 from paged.protocol.result_file import ResultFile
-from paged.server.launcher import ENGINE_PROCESS as ENGINE
+from tests.support import unhurried_engine_process
 from tests.support.command_line import write
 from tests.support.own_processes import processes_of
 from tests.support.served import eventually
@@ -354,21 +352,34 @@ def test_results_without_options_are_gone_on_with(run, tmp_path):
     assert said not in run("run-batch", batch, output)[2]
 
 
+ENGINE = unhurried_engine_process.__name__
+# A run whose engine processes are slow while there is a file.
+PROGRAM = f"""
+from paged.__main__ import main
+from paged.server import launcher
+launcher.ENGINE_PROCESS = {ENGINE!r}
+raise SystemExit(main())
+"""
+
+
 def started(batch: Path, output: Path, *options: str) -> subprocess.Popen[str]:
     """Start a run in a process of its own. Wait until five lines have results."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
-    argv = [sys.executable, "-m", "paged", "run-batch", str(batch), str(output), *MODEL, *options]
+    environment[unhurried_engine_process.WHILE] = str(output.with_suffix(".slow"))
+    argv = [sys.executable, "-c", PROGRAM, "run-batch", str(batch), str(output), *MODEL, *options]
     process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5)
+    eventually(
+        lambda: (output.exists() and output.read_bytes().count(b"\n") >= 5) or process.poll() is not None
+    )
     return process
 
 
 @pytest.mark.usefixtures("loaded")
 def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     """Also one whose engines are killed: they are replaced, and their lines go on in others."""
-    # These are long, so that not all are done at the kills.
+    # These are long and come last, so that they are not done at the kills.
     long = [line(f"long{i}", prompt=f"x{i}", max_tokens=400, ignore_eos=True) for i in range(8)]
-    batch = write(tmp_path / "in.jsonl", *long, batch.read_text())
+    batch = write(tmp_path / "in.jsonl", *batch.read_text().splitlines(), *long)
     expected = tmp_path / "whole.jsonl"
     run("run-batch", batch, expected)
     output = tmp_path / "killed.jsonl"
@@ -383,21 +394,17 @@ def test_a_killed_run_is_completed_by_the_next(run, batch, tmp_path):
     assert "35/35" in err
     assert results(output) == results(expected)
     assert len(results(output)) == 35
-    output = tmp_path / "replicas.jsonl"
-    for _ in range(5):  # as above
-        output.unlink(missing_ok=True)
-        with started(batch, output, "--replicas", "2") as process:
-            engines = processes_of(ENGINE, process.pid)
-            for engine in engines:
-                with suppress(psutil.NoSuchProcess):
-                    engine.kill()
-            _, err = process.communicate(timeout=120)
-        num_ended = err.count("has ended (by signal SIGKILL)")
-        assert (process.returncode, results(output)) == (1, results(expected)), err
-        assert not any(each.is_running() for each in engines)
-        if num_ended == 2:
-            break
-    assert num_ended == 2
+    output, slow = tmp_path / "replicas.jsonl", tmp_path / "replicas.slow"
+    slow.write_text("0.05")
+    with started(batch, output, "--replicas", "2") as process:
+        engines = processes_of(ENGINE, process.pid)
+        for engine in engines:
+            engine.kill()
+        slow.unlink()
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, results(output)) == (1, results(expected)), err
+    assert not any(each.is_running() for each in engines)
+    assert err.count("has ended (by signal SIGKILL)") == 2, err
 
 
 @pytest.mark.usefixtures("loaded")

@@ -153,7 +153,7 @@ def test_views_go_on_while_the_server_is_away(run, monkeypatch, on_terminal):
         if not answers:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(top.time, "sleep", sleep)
+    monkeypatch.setattr(top, "time", SimpleNamespace(sleep=sleep))
     with serving(lambda: answers.pop(0)) as (url, paths):
         code, out, _ = run("top", url)
     assert (code, len(paths)) == (0, 4)

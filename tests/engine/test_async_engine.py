@@ -673,14 +673,19 @@ def test_engine_that_nobody_holds_ends_its_thread(sync):
 
 def test_interpreter_exits_while_requests_run():
     script = """
-import asyncio
+import asyncio, time
 from paged import AsyncLLMEngine, SamplingParams
 
 engine = AsyncLLMEngine("demo", num_blocks=128, skip_tokenizer_init=True)
 
+def slow(output, logits):
+    time.sleep(0.05)  # else the request might end before its first output is read
+    return logits
+
 async def main():
     global stream
-    stream = engine.generate([1, 2, 3], SamplingParams(ignore_eos=True, max_tokens=1000))
+    params = SamplingParams(ignore_eos=True, max_tokens=1000, logits_processors=[slow])
+    stream = engine.generate([1, 2, 3], params)
     print((await anext(stream)).finished)
 
 asyncio.run(main())

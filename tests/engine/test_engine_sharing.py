@@ -52,7 +52,7 @@ def test_engines_of_two_dtypes_are_made_at_once():
     models = []
 
     def met(*args: Any) -> Decoder:
-        together.wait(60)
+        together.wait(120)
         return Decoder(*args)
 
     def make(dtype: str) -> None:
@@ -61,7 +61,7 @@ def test_engines_of_two_dtypes_are_made_at_once():
 
     with mock.patch.object(model_load, "Decoder", met), ThreadPoolExecutor(len(dtypes)) as threads:
         for done in [threads.submit(make, dtype) for dtype in dtypes]:
-            done.result(60)
+            done.result(120)
     assert torch.get_default_dtype() == torch.float32
     assert len(models) == len(dtypes)
     for dtype, model in models:

@@ -123,7 +123,7 @@ def test_slow_servers_end_in_time(media, monkeypatch):
 
     with pytest.raises(RequestError, match=r"url was not fetched within 0\.4 s"):
         fetch(media, "/fine", media.fetcher(hangs))
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 120
 
 
 def test_an_address_is_checked_and_then_connected_to(media):

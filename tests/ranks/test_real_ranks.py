@@ -26,7 +26,7 @@ from paged.ranks import local_rank, supervision
 from paged.ranks.heartbeat import DIRECTORY_PREFIX, _states_in, find_troubles
 from tests import rank_deaths
 from tests.rank_deaths import OPTIONS, add_requests, failing_ranks, finish, go_on, left_behind, ranks_of
-from tests.support.served import eventually
+from tests.support.served import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are processes that Linux can end")
 TIMEOUT_S = 3.0
@@ -212,7 +212,7 @@ def test_torchrun_ends_a_rank_that_waits_and_no_file_is_left(tmp_path):
     with subprocess.Popen([*command, "--device", "cpu"], env=environment, cwd=root) as process:
         eventually(lambda: any(tmp_path.glob(f"{DIRECTORY_PREFIX}*")))
         process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     assert not [*tmp_path.glob(f"*{DIRECTORY_PREFIX}*")]
 
 

@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.checkpoints import SHAPE, checkpoint, new_engine, ragged_prom
 from tests.support.gguf_models import write_model
 from tests.support.quantised import Sizes, gptq, nvfp4, quantised_checkpoint
 from tests.support.ranks import ranked_engines
+from tests.support.served import eventually
 
 pytest.importorskip("numba")
 
@@ -177,10 +177,8 @@ def test_a_start_from_kept_weights_has_their_bits(case, cache, tmp_path, monkeyp
 def test_parts_of_ranks_are_kept_apart(stages, shards, cache, monkeypatch):
     with ranked_engines(stages, shards):
         first = tokens_of(new_engine(checkpoint("llama"), weights_cache=str(cache)))
-    for _ in range(600):  # the threads of followers end with their files
-        if len(list(cache.glob("*.weights"))) == 2 and no_files(cache):
-            break
-        time.sleep(0.05)
+    # The threads of followers end with their files.
+    eventually(lambda: len(list(cache.glob("*.weights"))) == 2 and no_files(cache))
     assert tokens_of(new_engine(checkpoint("llama"))) == first
     monkeypatch.setattr(loading, "read_rows", lambda *_: pytest.fail("a weight is read"))
     with ranked_engines(stages, shards):
@@ -230,10 +228,7 @@ def test_a_changed_file_of_the_same_stamp_is_noticed_if_asked(cache, tmp_path, m
 def test_the_golden_record_holds_from_kept_weights(cache, monkeypatch):
     expected = golden.recorded()["tokens"]
     assert golden.tokens(weights_cache=str(cache)) == expected
-    for _ in range(600):
-        if list(cache.glob("*.weights")):
-            break
-        time.sleep(0.05)
+    eventually(lambda: any(cache.glob("*.weights")))
     monkeypatch.setattr(loading, "read_rows", lambda *_: pytest.fail("a weight is read"))
     assert golden.tokens(weights_cache=str(cache)) == expected
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from paged.checkpoints.library.models_file import ModelEntry
 from paged.commands.serve import _serve
 from paged.requests.request import RequestMetrics
 from paged.runner.model_runner import ModelRunner
-from paged.server import connection, frames
+from paged.server import connection, frames, sent_request
 from paged.server.deaths import Death, Suspicion
 from paged.server.engine_client import EngineClient
 from paged.server.http.failures import failure_of
@@ -147,6 +148,7 @@ def test_what_can_happen_while_an_engine_is_replaced(engines, monkeypatch, hurry
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+@pytest.mark.usefixtures("hurry")
 def test_an_engine_that_does_not_start_again_is_given_up(engines, monkeypatch):
     async def main() -> None:
         with mortal(engines[:1], max_restarts=2) as (client, lives):
@@ -304,7 +306,7 @@ def test_totals_go_on_from_process_to_process(engines):
 def test_times_and_counts_of_a_request_go_on_from_process_to_process(num_silent, monkeypatch):
     """Counts are those of all processes, times on the clock of the first one that told some."""
     sent_at = itertools.count(100, 7)
-    monkeypatch.setattr(time, "monotonic", lambda: next(sent_at))
+    monkeypatch.setattr(sent_request, "time", SimpleNamespace(monotonic=lambda: next(sent_at)))
     times = _Times()
     for _ in range(num_silent + 1):
         times.on_send()

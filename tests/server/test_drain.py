@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,7 @@ from paged import AsyncLLMEngine
 from paged.server import drain as drain_module
 from paged.server.drain import Drain
 from tests.server.conftest import OPTIONS
-from tests.support.served import Served, eventually, held, serving
+from tests.support.served import PATIENCE_S, Served, eventually, held, serving, unhurried
 
 PATH = "/v1/completions"
 DELAY_S = 9.0
@@ -45,11 +45,13 @@ def delay_is_over(monkeypatch) -> threading.Event:
 
 def test_all_requests_finish(delay_is_over):
     """Those of before the signal, and those that come within the delay; others are refused."""
-    with draining(delay_s=DELAY_S, timeout_s=60) as (served, drain), ThreadPoolExecutor(9) as pool:
+    with draining(delay_s=DELAY_S, timeout_s=PATIENCE_S) as (served, drain), ThreadPoolExecutor(9) as pool:
         whole = served.post(PATH, **LONG)["choices"][0]["text"]
-        streams = [pool.submit(served.events, PATH, **LONG) for _ in range(8)]
-        eventually(lambda: served.num_requests == 8)
-        with held(served.front.engine):
+        with ExitStack() as until_held:
+            until_held.enter_context(unhurried(served.front.engine))  # else one might end before the last
+            streams = [pool.submit(served.events, PATH, **LONG) for _ in range(8)]
+            eventually(lambda: served.num_requests == 8)
+            until_held.enter_context(held(served.front.engine))
             served.loop.call_soon_threadsafe(drain.begin)
             eventually(lambda: served.request("GET", "/ready")[0] == 503)
             assert not served.front.is_closed
@@ -72,7 +74,11 @@ def test_all_requests_finish(delay_is_over):
 
 
 def test_what_is_left_after_the_timeout_ends_with_an_error():
-    with draining(delay_s=0, timeout_s=0.2) as (served, drain), ThreadPoolExecutor(2) as pool:
+    with (
+        draining(delay_s=0, timeout_s=0.2) as (served, drain),
+        unhurried(served.front.engine),
+        ThreadPoolExecutor(2) as pool,
+    ):
         stream = pool.submit(served.events, PATH, **{**LONG, "max_tokens": 4000})
         eventually(lambda: served.stats().num_generated_tokens > 0)
         served.loop.call_soon_threadsafe(drain.begin)
@@ -80,7 +86,11 @@ def test_what_is_left_after_the_timeout_ends_with_an_error():
 
 
 def test_a_second_signal_ends_at_once():
-    with draining(delay_s=60, timeout_s=60) as (served, drain), ThreadPoolExecutor(2) as pool:
+    with (
+        draining(delay_s=60, timeout_s=60) as (served, drain),
+        unhurried(served.front.engine),
+        ThreadPoolExecutor(2) as pool,
+    ):
         stream = pool.submit(served.request, "POST", PATH, {**LONG, "max_tokens": 4000})
         eventually(lambda: served.num_requests == 1)
         for _ in range(2):

@@ -36,14 +36,14 @@ from paged import (
 )
 from paged.engine.async_base import AsyncEngine
 from paged.scheduler.policy import FirstComeFirstServed
-from paged.server import frames, launcher
+from paged.server import connection, frames, launcher
 from paged.server.engine_client import EngineClient
 from paged.server.engine_process import refusal_of, take_share
 from paged.server.inbox import Inbox
 from paged.text.prompt_parser import ParsedPrompt
 from tests.support.failing_engine_process import SLOW, SLOW_UNTIL, UNLUCKY
 from tests.support.mortal_engines import processes
-from tests.support.served import UnhurriedLauncher, unhurried
+from tests.support.served import PATIENCE_S, UnhurriedLauncher, eventually, unhurried
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind
 OPTIONS: dict[str, Any] = {"num_blocks": 512, "num_threads": 1, "max_num_seqs": 64, "max_waiting": 256}
@@ -109,7 +109,7 @@ def client() -> Iterator[EngineClient]:
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return RUNNER.run(asyncio.wait_for(coroutine, 120))
+    return RUNNER.run(asyncio.wait_for(coroutine, PATIENCE_S))
 
 
 async def read(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -376,9 +376,9 @@ def test_a_full_queue_and_an_id_in_use_are_refused():
                     await anext(streams[2])
                 with pytest.raises(RequestError, match="'0' is in use"):
                     await anext(engine.generate("x", LONG, "0"))
-            await streams[0].aclose()
-            assert not (await waiting).finished
-            await streams[1].aclose()
+                await streams[0].aclose()
+                assert not (await waiting).finished
+                await streams[1].aclose()
             (output,) = await read(engine.generate("x", replace(LONG, max_tokens=1), "0"))
             assert output.finished
 
@@ -488,17 +488,19 @@ def test_streams_that_are_collected_while_their_engine_ends_hold_nobody(monkeypa
         fail(inbox, error)
 
     async def main() -> None:
-        async with EngineClient("demo", resume=False, **OPTIONS) as client:
+        options = {**OPTIONS, "launcher": UnhurriedLauncher()}
+        async with EngineClient("demo", resume=False, **options) as client:
             streams = [client.generate("x", LONG) for _ in range(4)]
-            for stream in streams:
-                await anext(stream)
-            for stream in streams[::2]:
-                stream.itself = stream
-            readers = [asyncio.create_task(read(stream)) for stream in streams[1::2]]
-            await asyncio.sleep(0)
-            monkeypatch.setattr(Inbox, "fail", failing)
-            del stream, streams
-            os.kill(processes(client)[0].pid, signal.SIGKILL)
+            with unhurried(client):
+                for stream in streams:
+                    await anext(stream)
+                for stream in streams[::2]:
+                    stream.itself = stream
+                readers = [asyncio.create_task(read(stream)) for stream in streams[1::2]]
+                await asyncio.sleep(0)
+                monkeypatch.setattr(Inbox, "fail", failing)
+                del stream, streams
+                os.kill(processes(client)[0].pid, signal.SIGKILL)
             ends = await asyncio.gather(*readers, return_exceptions=True)
             assert [type(end) for end in ends] == [EngineDeadError] * 2
 
@@ -518,27 +520,30 @@ def test_a_request_that_ends_each_process_is_refused_alone(sync, monkeypatch):
     async def main() -> None:
         async with EngineClient("demo", **OPTIONS) as client:
             reader = asyncio.create_task(read(client.generate([5], LONG)))
-            while not client._supervisor.replicas[0].connection.load:
+            while not (client._supervisor.replicas[0].connection.load or reader.done()):
                 await asyncio.sleep(0.01)
             with pytest.raises(RequestKillsEngineError, match="4 engine processes ended"):
                 await anext(client.generate([5] * UNLUCKY, LONG))
             assert (await reader)[-1].outputs == whole.outputs
-            stats = await client.stats()
+            while (stats := await client.stats()).num_restarts < 4:  # the fourth may begin after the answers
+                await asyncio.sleep(0.01)
             assert (stats.num_restarts, stats.num_blocks) == (4, OPTIONS["num_blocks"])
 
     run(main())
 
 
-def test_shutdown_ends_readers_and_processes():
-    client = EngineClient("demo", **OPTIONS)
+def test_shutdown_ends_readers_and_processes(monkeypatch):
+    monkeypatch.setattr(connection, "END_S", PATIENCE_S)  # else it would be killed on a busy machine
+    client = EngineClient("demo", launcher=UnhurriedLauncher(), **OPTIONS)
     (process,) = processes(client)
 
     async def main() -> None:
         stream = client.generate("x", LONG)
-        await anext(stream)
-        reader = asyncio.create_task(read(stream))
-        await asyncio.sleep(0)
-        client.shutdown()
+        with unhurried(client):
+            await anext(stream)
+            reader = asyncio.create_task(read(stream))
+            await asyncio.sleep(0)
+            client.shutdown()
         with pytest.raises(EngineDeadError, match="shut down"):
             await reader
         assert not client.errored
@@ -581,15 +586,15 @@ def test_the_engine_process_ends_with_its_parent(when):
         pid, port = map(int, parent.stdout.readline().split())
         parent.kill()
     socket.create_server(("127.0.0.1", port)).close()  # the engine process holds no socket of the front end
-    for _ in range(600):
+
+    def has_ended() -> bool:
         try:
             with open(f"/proc/{pid}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] == "Z":
-                    return  # of no parent that would collect it
+                return file.read().rpartition(")")[2].split()[0] == "Z"  # of no parent that would collect it
         except FileNotFoundError:
-            return
-        subprocess.run(["sleep", "0.05"], check=True)
-    raise AssertionError("the engine process goes on")
+            return True
+
+    eventually(has_ended)
 
 
 def start_of(replica: int, num_replicas: int, **options: Any) -> frames.Start:

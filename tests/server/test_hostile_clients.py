@@ -19,7 +19,7 @@ from paged.server.http.cycle import Cycle
 from tests.server.test_refusals import COMPLETION, LONG, posted
 from tests.support.certificate import CERTIFICATE
 from tests.support.certificate import KEY as KEY_PEM
-from tests.support.served import Served, eventually, held, serving
+from tests.support.served import PATIENCE_S, Served, eventually, held, serving
 
 KEY = b"authorization: Bearer one\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -258,6 +258,7 @@ def test_connections_beyond_the_limit(engine, caplog, monkeypatch):
     """They are refused with the reason, and /health is answered among idle ones."""
     caplog.set_level(logging.ERROR)
     monkeypatch.setattr(acceptor, "NUM_SPARE", 3)
+    monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", PATIENCE_S)  # however slow the clients are
     probe = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with serving(engine, max_connections=2) as served, ExitStack() as stack:
         idle = [stack.enter_context(served.connect()) for _ in range(2)]
@@ -279,10 +280,10 @@ def test_connections_beyond_the_limit(engine, caplog, monkeypatch):
 def test_connections_that_come_at_once_are_closed_and_forgotten(engine, monkeypatch):
     """Those that gave way while they were being made stayed open, and held up the end of the server."""
     monkeypatch.setattr(acceptor, "NUM_SPARE", 3)
-    monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", 60)  # however slow the clients are
+    monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", PATIENCE_S)  # however slow the clients are
     go_on = threading.Event()
     with serving(engine, max_connections=2) as served, ExitStack() as stack:
-        served.loop.call_soon_threadsafe(go_on.wait, 60)
+        served.loop.call_soon_threadsafe(go_on.wait, PATIENCE_S)
         clients = [stack.enter_context(served.connect()) for _ in range(60)]
         go_on.set()
         for client in clients[2:-3]:
@@ -301,6 +302,7 @@ def test_an_idle_connection_beyond_the_limit_is_told(engine, monkeypatch):
 def encrypted(engine, tmp_path, monkeypatch) -> Iterator[tuple[Served, ssl.SSLContext]]:
     """Yield a server over TLS that takes one connection and two spare ones, and what its clients need."""
     monkeypatch.setattr(acceptor, "NUM_SPARE", 2)
+    monkeypatch.setattr(connection, "SPARE_TIMEOUT_S", PATIENCE_S)  # however slow the clients are
     (tmp_path / "key.pem").write_text(KEY_PEM)
     (tmp_path / "certificate.pem").write_text(CERTIFICATE)
     files = {"ssl_keyfile": str(tmp_path / "key.pem"), "ssl_certfile": str(tmp_path / "certificate.pem")}

@@ -15,7 +15,7 @@ import pytest
 
 from paged.base.errors import EngineDeadError
 from paged.server.http import failures
-from tests.support.served import eventually, serving
+from tests.support.served import eventually, serving, unhurried
 
 JSON = {"content-type": "application/json"}
 COMPLETION = "/v1/completions"
@@ -352,8 +352,9 @@ def test_a_client_that_leaves_amid_several_requests(served):
     """The first is computed, the others wait: it is aborted, and they are never begun."""
     long = {"prompt": "a", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
     aborted = aborts(served)
-    with served.connect() as client:
-        client.sendall(pipelined(long, long, long))
-        eventually(lambda: len(served.front.open_records) == 1)
-    eventually(lambda: not served.front.open_records)
+    with unhurried(served.front.engine):
+        with served.connect() as client:
+            client.sendall(pipelined(long, long, long))
+            eventually(lambda: len(served.front.open_records) == 1)
+        eventually(lambda: not served.front.open_records)
     assert aborts(served) == aborted + 1

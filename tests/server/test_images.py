@@ -22,7 +22,7 @@ from tests.images_fuzz import run_parts
 from tests.support.images import data_url, picture, png, seeing
 from tests.support.media_server import MediaServer, media_server, ok
 from tests.support.mortal_engines import processes
-from tests.support.served import UnhurriedLauncher, eventually, serving, unhurried
+from tests.support.served import PATIENCE_S, UnhurriedLauncher, eventually, serving, unhurried
 
 
 @pytest.fixture(scope="module")
@@ -476,7 +476,7 @@ def test_what_is_fetched_counts_as_the_body(served, media, monkeypatch):
 
     def answer(send: Any) -> None:
         send(first)
-        go_on.wait(20)
+        go_on.wait(PATIENCE_S)
 
     media.answers["/slow"] = answer
     budget = served.front.body_budget

@@ -324,7 +324,7 @@ def random_value(rng: random.Random, depth: int) -> Any:
         case 4 | 5:
             return [random_value(rng, depth + 1) for _ in range(rng.randrange(5))]
     names = {"".join(rng.choices('ab"é,[]', k=3)) for _ in range(rng.randrange(4))}
-    return {name: random_value(rng, depth + 1) for name in names}
+    return {name: random_value(rng, depth + 1) for name in sorted(names)}
 
 
 def outcome(parse, data: bytes) -> Any:

@@ -20,7 +20,7 @@ from paged.server.models import catalog, routes
 from paged.server.models.catalog import Catalog
 from tests import at_home
 from tests.support.lobbies import SIZE, lobby_here, lobby_of_processes
-from tests.support.served import Served, eventually, held
+from tests.support.served import PATIENCE_S, Served, eventually, held
 
 FILE = """\
 [a]
@@ -153,6 +153,7 @@ def test_a_model_that_fails_is_an_error_of_its_requests_alone(lobby):
     answer = server.request("POST", COMPLETIONS, completion("a"))
     assert error_of(answer) == (503, "the model a could not be loaded: a is damaged")
     assert answer[1]["retry-after"] == "5"
+    server.front.host.residency.models["a"].pause_until += PATIENCE_S  # however long it takes to ask again
     again = server.request("POST", COMPLETIONS, completion("a"))
     assert error_of(again)[0] == 503
     assert loading.log == ["load a"]  # no second try within the pause

@@ -224,7 +224,8 @@ def test_the_end_of_the_server_ends_the_stream(engine):
     with serving(engine) as served, watching(served) as events:
         next(events)
         served.front.is_closed = True
-        assert [*events][3:] == []
+        most = int(PATIENCE_S / gallery.PERIOD_S)  # some may have come before it was closed
+        assert len([*itertools.islice(events, most)]) < most
 
 
 CHROMIUM = find_chromium()
@@ -350,7 +351,7 @@ def test_in_a_browser(engine, tmp_path):
         assert re.search(r"\d+\.\d %-?\d\.\d\d", page.run("document.getElementById('tip').textContent"))
         for is_reloaded in (False, True):
             if is_reloaded:
-                page.call("Page.reload")
+                page.reload()
                 page.wait(
                     "document.querySelectorAll('.message').length === 2"
                 )  # the conversation is still there
@@ -388,7 +389,7 @@ def test_in_a_browser(engine, tmp_path):
         page.run("document.querySelector('.edit').requestSubmit()")
         page.wait("document.querySelector('.assistant .note')?.textContent.includes('4 tokens')")
         assert page.run("document.querySelectorAll('.message').length") == 2
-        page.call("Page.reload")
+        page.reload()
         page.wait("document.querySelectorAll('.message').length === 2")
         page.run("document.querySelector('.user .actions button').click()")  # ‹
         assert page.run("document.querySelectorAll('.message').length") == 4
@@ -427,6 +428,7 @@ TOO_WIDE = """[...document.querySelectorAll('body, body *')].filter((each) => {
   return each.scrollWidth > each.clientWidth + 1 && each.clientWidth && style.display !== 'inline'
     && style.textOverflow !== 'ellipsis' && !['INPUT', 'TEXTAREA', 'SELECT'].includes(each.tagName);
 }).map((each) => `${each.tagName}.${each.className}: ${each.textContent.slice(0, 40)}`)"""
+DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
 PICTURES = """
 const real = window.fetch, pictures = %s;
 window.isAlive = true;
@@ -434,6 +436,7 @@ window.fetch = (path, options) => {
   if (path !== 'watch') return real(path, options);
   if (!window.isAlive) return Promise.reject(new TypeError('it was killed'));
   let time = 1;
+  window.sent = 0;
   const body = new ReadableStream({ start(controller) {
     const send = () => {
       if (!window.isAlive) { clearInterval(timer); controller.close(); return; }
@@ -441,6 +444,7 @@ window.fetch = (path, options) => {
       for (const each of pictures) if (each) each.num_generated_tokens += 1234567;
       const engines = pictures.map((each) => each && { ...each, time });
       const data = JSON.stringify({ scope: 'all', engines });
+      window.sent += 1;
       controller.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`));
     };
     const timer = setInterval(send, 100);
@@ -465,6 +469,9 @@ def test_nothing_overflows_at_any_width_and_old_figures_are_shown_as_old(engine)
         page.run("document.getElementById('parameters').open = true")
         for width in (320, 400, 600, 901, 1280, 1920):
             page.resize(width, 900)
+            sent = page.run("window.sent")
+            page.wait(f"window.sent > {sent + 2}")  # so that one is drawn in the new size
+            page.run(DRAWN)
             assert page.run(TOO_WIDE) == [], width
             text = page.run("getComputedStyle(document.getElementById('messages'), '::before').content")
             assert "beside" not in text

@@ -12,6 +12,7 @@ import pytest
 
 from paged.base.errors import RequestTimeoutError
 from paged.server.preparations import Preparation, Preparations
+from tests.support.served import PATIENCE_S
 
 
 class Harness:
@@ -22,12 +23,13 @@ class Harness:
         self.begun: SimpleQueue[str] = SimpleQueue()
         self.events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self.go_on: defaultdict[str, threading.Event] = defaultdict(threading.Event)
-        self.is_over = False
 
     def submit(self, name: str, left_s: float | None = None) -> None:
+        go_on = self.go_on[name]  # made here, so that the end of the test sets all there will be
+
         def prepare() -> str:
             self.begun.put(name)
-            assert self.is_over or self.go_on[name].wait(60)
+            assert go_on.wait(PATIENCE_S)
             if name.endswith("wrong"):
                 raise ValueError(name)
             return name
@@ -48,17 +50,16 @@ class Harness:
             self.go_on[name].set()
 
     def next_begun(self) -> str:
-        return self.begun.get(timeout=60)
+        return self.begun.get(timeout=PATIENCE_S)
 
     def next_event(self) -> tuple[str, Any]:
-        return self.events.get(timeout=60)
+        return self.events.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def harness() -> Iterator[Harness]:
     harness = Harness()
     yield harness
-    harness.is_over = True
     harness.finish(*harness.go_on)
     harness.preparations._pool.shutdown()
     assert harness.events.empty(), "a request was answered twice"

@@ -19,8 +19,10 @@ import pytest
 from paged import AsyncLLMEngine
 from paged.base.errors import EngineDeadError
 from paged.protocol.limits import MAX_PROMPTS
+from paged.server import app
 from paged.server.engine_client import EngineClient
 from paged.server.http import failures
+from paged.server.http.exchange import Exchange
 from paged.server.options import MAX_WAITING
 from paged.text import prompt_parser
 from tests.support.mortal_engines import processes
@@ -92,11 +94,19 @@ def test_a_wrong_prompt_ends_the_others_at_once(served, engine):
     assert stats(engine, "num_generated_tokens") - before < LONG["max_tokens"]
 
 
-def test_timeout_s_counts_from_the_arrival(served):
+def test_timeout_s_counts_from_the_arrival(served, monkeypatch):
+    made = []
+
+    class Noted(Exchange):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(app, "Exchange", Noted)
     sent = posted({"prompt": "a", "max_tokens": 1, "timeout_s": 0.2})
     with served.connect() as client:
         client.sendall(sent[:-9])
-        time.sleep(0.25)
+        eventually(lambda: made and time.monotonic() > made[0].received + 0.2)
         client.sendall(sent[-9:])
         assert client.recv(100).startswith(b"HTTP/1.1 504 ")
 

@@ -20,9 +20,13 @@ SECRET = "my secret"
 
 
 @pytest.fixture(autouse=True)
-def _no_handlers_left():
+def _logs_as_before():
+    logger = logging.getLogger("paged.server.requests")
+    level, propagates = logger.level, logger.propagate
     yield
-    logging.getLogger("paged.server.requests").handlers = []
+    logger.handlers = []
+    logger.setLevel(level)
+    logger.propagate = propagates
 
 
 def written(log_format, record, **ending):

@@ -26,6 +26,7 @@ from paged.server.http.listener import bind_all
 from paged.server.options import ServeOptions
 from tests.support.command_line import running
 from tests.support.fake_hub import fake_hub
+from tests.support.served import PATIENCE_S
 
 TYPES = {"port": int, "api_key": list[str], "seed": int, "enforce_eager": bool, "dtype": str}
 
@@ -255,7 +256,7 @@ def test_a_server_and_its_end(tmp_path):
     environment = {**os.environ, "PAGED_PORT": "0", "OMP_NUM_THREADS": "1", "PAGED_API_KEY": "topsecret"}
     systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     systemd.bind(str(tmp_path / "notify"))
-    systemd.settimeout(60)
+    systemd.settimeout(PATIENCE_S)
     environment["NOTIFY_SOCKET"] = str(tmp_path / "notify")
     with (
         systemd,
@@ -282,22 +283,22 @@ def test_a_server_and_its_end(tmp_path):
             body = json.dumps({"prompt": "def add(a, b):", "max_tokens": 4, **constraint}).encode()
             headers = {"content-type": "application/json", "authorization": "Bearer topsecret"}
             request = urllib.request.Request(f"{url}/v1/completions", body, headers)
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 assert json.load(response)["usage"]["completion_tokens"] in (2, 3, 4)  # the string may end
             for child in (children := psutil.Process(process.pid).children(recursive=True)):
                 assert "topsecret" not in repr(child.environ()) + repr(child.cmdline())
             assert children
             for _ in range(60):
                 with pytest.raises(urllib.error.HTTPError, match="401"):
-                    urllib.request.urlopen(f"{url}/v1/models", timeout=60)
+                    urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S)
             (engine,) = [each for each in children if "paged.server.engine_process" in each.cmdline()]
             long = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}).encode()
             request = urllib.request.Request(f"{url}/v1/completions", long, headers)
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                 assert response.readline()
                 os.killpg(process.pid, signal.SIGTERM)  # as torchrun does
                 assert response.read().endswith(b"data: [DONE]\n\n")
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
             assert systemd.recv(100) == b"STOPPING=1"
             assert not engine.is_running()
             rest = process.stderr.read()
@@ -368,7 +369,7 @@ def test_a_server_of_tenants_reads_its_keys_again_on_a_signal(tmp_path):
         def status(url: str, key: str) -> int:
             request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"})
             try:
-                with urllib.request.urlopen(request, timeout=60) as response:
+                with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
                     return response.status
             except urllib.error.HTTPError as error:
                 return error.code
@@ -390,7 +391,7 @@ def test_a_server_of_tenants_reads_its_keys_again_on_a_signal(tmp_path):
             assert "line 1: it must be a JSON object" in wait_for("the keys file is not in force")
             assert status(f"{url}/v1/models", "two") == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
 

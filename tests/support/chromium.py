@@ -31,7 +31,7 @@ FLAGS = (
         "--disable-features=Translate",
     ),
 )
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 
 def find_chromium() -> str | None:
@@ -52,6 +52,7 @@ class Page:
         self._rest = b""
         self._session: str | None = None
         self.errors: list[str] = []
+        self._num_loads = 0
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -81,6 +82,7 @@ class Page:
         first, _, self._rest = self._rest.partition(b"\0")
         message = json.loads(first)
         params = message.get("params", {})
+        self._num_loads += message.get("method") == "Page.loadEventFired"
         if message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"]))
         elif message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
@@ -92,6 +94,14 @@ class Page:
     def open(self, url: str) -> None:
         """Go to an address."""
         self.call("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """Load the page again. Until it is there, expressions would be those of the old one."""
+        num_loads = self._num_loads
+        self.call("Page.reload")
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._num_loads == num_loads:
+            self._read(deadline)
 
     def run(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, awaited."""
@@ -111,7 +121,6 @@ class Page:
         """Let the page have this size in pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        time.sleep(0.6)  # the next picture of the engine is drawn in the new size
 
     def screenshot(self) -> bytes:
         """Return a picture of the page, a PNG."""

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
+from paged.images import fetching
 from paged.images.fetching import Fetcher
 from tests.support.certificate import CERTIFICATE, KEY
+from tests.support.served import PATIENCE_S
 
 Send = Callable[[bytes], None]
 LOOPBACK = "127.0.0.1"
@@ -71,7 +74,7 @@ class MediaServer:
             threading.Thread(target=self._answer, args=(connection, context), daemon=True).start()
 
     def _answer(self, connection: socket.socket, context: ssl.SSLContext) -> None:
-        connection.settimeout(20)
+        connection.settimeout(PATIENCE_S)
         with suppress(OSError), connection, context.wrap_socket(connection, server_side=True) as client:
             head = b""
             while b"\r\n\r\n" not in head:
@@ -92,13 +95,14 @@ def media_server() -> Iterator[MediaServer]:
         for name, text in (("key.pem", KEY), ("certificate.pem", CERTIFICATE)):
             Path(directory, name).write_text(text)
         context.load_cert_chain(Path(directory, "certificate.pem"), Path(directory, "key.pem"))
-    with socket.create_server((LOOPBACK, 0)) as listener:
+    patient = mock.patch.multiple(fetching, FETCH_S=PATIENCE_S, CONNECT_S=PATIENCE_S)  # on a busy machine
+    with patient, socket.create_server((LOOPBACK, 0)) as listener:
         server = MediaServer(listener.getsockname()[1])
         thread = threading.Thread(target=server.serve, args=(listener, context), daemon=True)
         thread.start()
         yield server
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(PATIENCE_S)
 
 
 def slowly(parts: Iterator[bytes], pause_s: float) -> Callable[[Send], None]:

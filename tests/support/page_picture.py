@@ -60,6 +60,7 @@ def main() -> None:
             thread.start()
         time.sleep(6)
         page.resize(1360, 900)
+        time.sleep(0.6)  # the next picture of the engine is drawn in the new size
         page.run(HOVER)
         PICTURE.write_bytes(page.screenshot())
         assert page.errors == []

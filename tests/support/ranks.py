@@ -24,7 +24,7 @@ from paged.ranks.layout import RankLayout
 
 # What is done to each thing that is sent, a message or a tensor: it arrives as these things, in this order.
 Fault = Callable[[int, int, Any], Sequence[Any]]
-WAIT_S = 60.0  # after which a rank that waits for another reports a deadlock
+WAIT_S = 120.0  # after which a rank that waits for another reports a deadlock
 
 
 class World:

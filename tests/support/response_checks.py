@@ -218,7 +218,7 @@ class Bystander:
         """Wait until the server is idle. Return what is left of requests."""
         if finding := await self.ask():
             return [finding]
-        for _ in range(600):
+        for _ in range(1200):
             left = await self._left()
             if not left:
                 return []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paged.options.structural_tag import SCHEMA_NAME
+from tests.support.served import PATIENCE_S
 from tests.support.server_fuzz import fuzzed_server
 
 # A body may match its schema and be wrong for the model: a token id outside its vocabulary.
@@ -39,6 +40,7 @@ def run(
     """
     options = {
         "--max-examples": examples,
+        "--request-timeout": PATIENCE_S,
         "--seed": seed,
         "--phases": "coverage,fuzzing",
         "--exclude-checks": NOT_CHECKED,

