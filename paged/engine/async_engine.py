@@ -134,7 +134,7 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
         from . import prefixes
 
         def pin(engine: LLMEngine) -> int:
-            own = prefixes.of_adapter(engine, prompt, adapter)
+            own = prefixes.of_adapter(engine.core, prompt, adapter)
             return (prefixes.pin_cached if is_pinned else prefixes.unpin_parsed)(engine.core, own)
 
         return await self.call(pin)

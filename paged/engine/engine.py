@@ -740,13 +740,13 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         from . import prefixes
 
-        return prefixes.pin(self, prompt, lora_request)
+        return prefixes.pin(self.core, prompt, lora_request)
 
     def unpin_prefix(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> None:
         """Allow the blocks of a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
         from . import prefixes
 
-        prefixes.unpin(self, prompt, lora_request)
+        prefixes.unpin(self.core, prompt, lora_request)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False, **vllm: Any
@@ -775,7 +775,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         from . import prefixes
 
-        parsed = prefixes.saved_prompt(self, prompt, lora_request)
+        parsed = prefixes.saved_prompt(self.core, prompt, lora_request)
         prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
@@ -789,7 +789,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         """
         from . import prefixes
 
-        prefixes.require_cache(self)
+        prefixes.require_cache(self.core)
         prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 

@@ -72,10 +72,10 @@ class ModelText:
     def __init__(
         self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
     ) -> None:
+        self.config = config
         self.model_config = model_config
         self._no_images = no_images
         self.most_images = most_images(config.limit_mm_per_prompt)
-        self._media_domains = config.allowed_media_domains or ()
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -100,7 +100,8 @@ class ModelText:
             return None
         from ..text.images import ImagePrompts
 
-        return ImagePrompts(vision, self.tokenizer, self.most_images, self._media_domains)
+        domains = self.config.allowed_media_domains or ()
+        return ImagePrompts(vision, self.tokenizer, self.most_images, domains)
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of transformers. Raises UsageError if there is no tokenizer."""

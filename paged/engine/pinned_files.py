@@ -40,7 +40,7 @@ class PinnedPrefixes:
 
     def pin(self, token_ids: list[int], namespace: bytes) -> int:
         """Pin the cached blocks of a prefix. Return their number of tokens. Raises as `pin_prefix` does."""
-        prefixes.require_cache(self._engine)
+        prefixes.require_cache(self._engine.core)
         size = self._engine.block_manager.block_size
         whole = token_ids[: len(token_ids) // size * size]
         if not whole:

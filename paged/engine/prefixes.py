@@ -41,7 +41,6 @@ from .generation import RequestSource, generate_in_order
 if TYPE_CHECKING:
     from ..options.lora_request import LoRARequest
     from ..runner.executor import Executor
-    from .engine import LLMEngine
 
 FORMAT = "paged-prefix-2"
 _STATES = "states_"  # begins the names of tensors of snapshots
@@ -60,28 +59,28 @@ class SavedSnapshots(NamedTuple):
     states: dict[str, Tensor]
 
 
-def require_cache(engine: LLMEngine) -> None:
+def require_cache(core: EngineCore) -> None:
     """Raise UsageError if there is no prefix cache."""
-    if not engine.block_manager.enable_prefix_caching:
-        is_off = engine.config.state_snapshots == 0
+    if not core.scheduler.block_manager.enable_prefix_caching:
+        is_off = core.factory.text.config.state_snapshots == 0
         option = "state_snapshots=0" if is_off else "enable_prefix_caching=False"
         raise UsageError(f"there is no prefix cache: the engine was made with {option}")
 
 
-def parse(engine: LLMEngine, prompt: Prompt, lora_request: LoRARequest | None = None) -> ParsedPrompt:
+def parse(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> ParsedPrompt:
     """Parse a prompt, in the namespace of an adapter's KV if one is given.
 
     Raises RequestError for what is wrong with either, UsageError if there is no prefix cache.
     """
-    require_cache(engine)
-    return of_adapter(engine, engine.prompts.parse(prompt), lora_request)
+    require_cache(core)
+    return of_adapter(core, core.factory.prompts.parse(prompt), lora_request)
 
 
-def of_adapter(engine: LLMEngine, parsed: ParsedPrompt, lora_request: LoRARequest | None) -> ParsedPrompt:
+def of_adapter(core: EngineCore, parsed: ParsedPrompt, lora_request: LoRARequest | None) -> ParsedPrompt:
     """Return a prompt in the namespace of an adapter's KV, if one is given."""
     if lora_request is None:
         return parsed
-    adapters = engine.core.factory.adapters
+    adapters = core.factory.adapters
     if adapters is None:
         from ..options.lora_request import NO_LORA
 
@@ -90,12 +89,12 @@ def of_adapter(engine: LLMEngine, parsed: ParsedPrompt, lora_request: LoRAReques
 
 
 def saved_prompt(
-    engine: LLMEngine, prompt: Prompt | None, lora_request: LoRARequest | None
+    core: EngineCore, prompt: Prompt | None, lora_request: LoRARequest | None
 ) -> ParsedPrompt | None:
     """Return the prompt that `LLMEngine.save_prefix` is given; None for all cached blocks."""
     if prompt is not None:
-        return parse(engine, prompt, lora_request)
-    require_cache(engine)
+        return parse(core, prompt, lora_request)
+    require_cache(core)
     if lora_request is not None:
         raise RequestError(
             "lora_request needs a prompt; without one, save_prefix writes the blocks of all adapters",
@@ -104,14 +103,14 @@ def saved_prompt(
     return None
 
 
-def pin(engine: LLMEngine, prompt: Prompt, lora_request: LoRARequest | None = None) -> int:
+def pin(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> int:
     """Compute the uncached part of a prompt, and pin its full blocks; see `LLMEngine.pin_prefix`."""
-    parsed = parse(engine, prompt, lora_request)
-    _check_pin(engine.core, parsed)
+    parsed = parse(core, prompt, lora_request)
+    _check_pin(core, parsed)
     params = SamplingParams(max_tokens=1, temperature=0)
     source = RequestSource([prompt], params, lora_request=lora_request)
-    _ = [*generate_in_order(engine.core, source, use_tqdm=False)]
-    return pin_cached(engine.core, parsed)
+    _ = [*generate_in_order(core, source, use_tqdm=False)]
+    return pin_cached(core, parsed)
 
 
 def _check_pin(core: EngineCore, parsed: ParsedPrompt) -> int:
@@ -148,9 +147,9 @@ def pin_cached(core: EngineCore, parsed: ParsedPrompt) -> int:
     return num_full
 
 
-def unpin(engine: LLMEngine, prompt: Prompt, lora_request: LoRARequest | None = None) -> None:
+def unpin(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> None:
     """Allow a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
-    unpin_parsed(engine.core, parse(engine, prompt, lora_request))
+    unpin_parsed(core, parse(core, prompt, lora_request))
 
 
 def unpin_parsed(core: EngineCore, parsed: ParsedPrompt) -> int:
