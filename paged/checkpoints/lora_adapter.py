@@ -63,11 +63,13 @@ class LoraAdapter:
     """A LoRA adapter in host memory.
 
     parts: by the name of the stored matrix in a checkpoint of the decoder alone, without ".weight".
+    modules: the names of these matrices in the adapter's file.
     digest: a hash of what the adapter computes: its tensors and its config, not its name.
     """
 
     directory: Path
     parts: Mapping[str, LoraPart]
+    modules: Mapping[str, str]
     digest: bytes
 
     @property
@@ -160,6 +162,7 @@ class AdapterReader:
         parts = [part for layer in model.layers for part in layer.feed_forwards]
         self._num_experts = max((p.num_experts for p in parts if isinstance(p, ExpertsSpec)), default=0)
         self._parts: dict[str, LoraPart] = {}
+        self._modules: dict[str, str] = {}
         self._digest = sha256(config)
 
     def add(self, module: str, a: StoredTensor, b: StoredTensor, rank: int, scale: float) -> None:
@@ -231,12 +234,13 @@ class AdapterReader:
         if own_name in self._parts:
             raise CheckpointError(f"{self._path}: {module} is there twice, under two names")
         self._parts[own_name] = part
+        self._modules[own_name] = module
 
     def adapter(self) -> LoraAdapter:
         """Return the adapter. Raises CheckpointError if it has no matrix."""
         if not self._parts:
             raise CheckpointError(f"{self._path}: has no tensors, so the adapter would change nothing")
-        return LoraAdapter(self._path.parent, self._parts, self._digest.digest())
+        return LoraAdapter(self._path.parent, self._parts, self._modules, self._digest.digest())
 
 
 class _Config(NamedTuple):
