@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.config import LAYERS, ExpertStack, ModelConfig, TensorNames
+from ..architectures.families.vision import PROJECTOR, VISION
 from ..architectures.hf_config import check_file, read_json
 from ..architectures.spec import ExpertsSpec
 from ..base.errors import CheckpointError, MissingModelError
@@ -347,7 +348,7 @@ def _pairs(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTen
         if not ending or not name.startswith(_PREFIX):
             raise CheckpointError(
                 f"{tensor.path}: {name} is not supported; an adapter has tensors {_PREFIX}MODULE{_A} and "
-                f"{_PREFIX}MODULE{_B}"
+                f"{_PREFIX}MODULE{_B} of linear layers, no embedding and no whole weights"
             )
         module = name[: -len(ending)]
         other = module + (_B if ending == _A else _A)
@@ -365,6 +366,11 @@ def _name_in_decoder(tensor: StoredTensor, module: str, names: TensorNames) -> s
             f"{tensor.path}: {tensor.name} adapts a part of the model that is not loaded: {module}"
         )
     own_name = names.in_decoder(name)
+    if own_name is not None and own_name.startswith((VISION, PROJECTOR)):
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} adapts {module}, a part for images; adapters of these are not "
+            "supported"
+        )
     if own_name is None:
         raise CheckpointError(f"{tensor.path}: {tensor.name} adapts {module}, which the model does not have")
     return own_name.removesuffix(".weight")
