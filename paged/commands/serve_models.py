@@ -38,6 +38,8 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     catalog = Catalog(names, file)
     base = {"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])}
     base = {name: value for name, value in base.items() if name != "model"}
+    if base.get("enable_lora"):  # whose slots no request could use
+        raise ConfigError("enable_lora goes with one model, and this server has several")
     EngineConfig("demo", **base)
     take_weights(options, base)
     preloaded = [_known(catalog, name) for name in options.preload]
