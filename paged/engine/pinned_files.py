@@ -13,13 +13,14 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 
-from ..base.errors import PagedError, RequestError, ResourceError
+from ..base.errors import PagedError, RequestError, ResourceError, UsageError
+from ..options.lora_request import namespace_of
 from ..text.prompt_parser import ParsedPrompt
 from . import prefixes
 from .engine import LLMEngine
@@ -56,6 +57,14 @@ class PinnedPrefixes:
         num = prefixes.unpin_parsed(self._engine.core, ParsedPrompt(None, whole, namespace))
         self._pinned.pop((namespace, tuple(whole)), None)
         return num
+
+    def unpin_all_of(self, content_hash: str) -> None:
+        """Allow the prefixes of a LoRA adapter to be evicted, which no request can name any more."""
+        start = namespace_of(content_hash)
+        for namespace, token_ids in [*self._pinned]:
+            if namespace.startswith(start):
+                with suppress(UsageError):  # a failed step has unpinned it
+                    self.unpin([*token_ids], namespace)
 
     def forget(self) -> None:
         """Note that the engine has forgotten all prefixes."""

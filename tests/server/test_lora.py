@@ -105,7 +105,7 @@ def test_a_name_may_end_as_ollama_writes_it(served, paths):
     assert json.loads(card)["parent"] == "base"
 
 
-def test_the_operator_pins_prefixes_of_adapters(served):
+def test_the_operator_pins_prefixes_of_adapters(served, third):
     headers = {"authorization": "Bearer root"}
 
     def change(name, verb, prompt):
@@ -127,6 +127,13 @@ def test_the_operator_pins_prefixes_of_adapters(served):
     status, body = change("none/such", "pin", prompt)
     assert (status, body["error"]["code"]) == (404, "model_not_found")
     assert change("sql", "pin", [5])[0] == 400
+    num_pinned = served.stats().num_pinned_blocks
+    assert load(served, "gone", third)[0] == 200
+    assert change("gone", "pin", prompt)[0] == 200
+    assert served.stats().num_pinned_blocks == num_pinned + 2
+    assert changed(served, "unload", lora_name="gone")[0] == 200
+    assert change("gone", "unpin", prompt)[0] == 404
+    assert served.stats().num_pinned_blocks == num_pinned
 
 
 def test_a_key_for_an_adapter_alone_does_not_have_the_model_itself(served):
