@@ -14,17 +14,25 @@ from .model_directory import resolve
 
 # Architectures of GGUF files that have weights multiplied by factors, and do not tell these.
 _MULTIPLIED = ("falcon-h1",)
+# How the decoder's names begin in a checkpoint that has other parts, too, in newer and older ones.
+_IN_WHOLE = ("model.language_model.", "language_model.model.")
 
 
 def with_names_of_transformers(config: ModelConfig, directory: Path) -> ModelConfig:
-    """Return the config of a model in this directory with the tensor names of transformers' checkpoints."""
+    """Return the config of a model in this directory with the names that adapters may give its tensors.
+
+    These are the names of transformers' checkpoints. The decoder of a model with other parts has the names of
+    the whole model, or its own ones, as an adapter may be trained with and without the other parts.
+    """
     hf = read_hf(directory)
-    if GGUF_KEY not in hf:
-        return config
-    names = from_hf(hf).tensor_names
-    if hf[GGUF_KEY] in _MULTIPLIED:
-        names = replace(names, factors=None)
-    return replace(config, tensor_names=names)
+    names = config.tensor_names
+    if GGUF_KEY in hf:
+        names = from_hf(hf).tensor_names
+        if hf[GGUF_KEY] in _MULTIPLIED:
+            names = replace(names, factors=None)
+    own = [("model.", "model.")] if any(start in _IN_WHOLE for start, _ in names.prefixes) else []
+    prefixes = (*((start, "model.") for start in _IN_WHOLE), *names.prefixes, *own)
+    return replace(config, tensor_names=replace(names, prefixes=prefixes))
 
 
 def read_adapter(name: str, model: ModelConfig) -> LoraAdapter:

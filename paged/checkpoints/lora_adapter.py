@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.config import LAYERS, ExpertStack, ModelConfig, TensorNames
+from ..architectures.families.vision import PROJECTOR, VISION
 from ..architectures.hf_config import check_file, read_json
 from ..architectures.spec import ExpertsSpec
 from ..base.errors import CheckpointError, MissingModelError
@@ -63,11 +64,13 @@ class LoraAdapter:
     """A LoRA adapter in host memory.
 
     parts: by the name of the stored matrix in a checkpoint of the decoder alone, without ".weight".
+    modules: the names of these matrices in the adapter's file.
     digest: a hash of what the adapter computes: its tensors and its config, not its name.
     """
 
     directory: Path
     parts: Mapping[str, LoraPart]
+    modules: Mapping[str, str]
     digest: bytes
 
     @property
@@ -160,6 +163,7 @@ class AdapterReader:
         parts = [part for layer in model.layers for part in layer.feed_forwards]
         self._num_experts = max((p.num_experts for p in parts if isinstance(p, ExpertsSpec)), default=0)
         self._parts: dict[str, LoraPart] = {}
+        self._modules: dict[str, str] = {}
         self._digest = sha256(config)
 
     def add(self, module: str, a: StoredTensor, b: StoredTensor, rank: int, scale: float) -> None:
@@ -231,12 +235,13 @@ class AdapterReader:
         if own_name in self._parts:
             raise CheckpointError(f"{self._path}: {module} is there twice, under two names")
         self._parts[own_name] = part
+        self._modules[own_name] = module
 
     def adapter(self) -> LoraAdapter:
         """Return the adapter. Raises CheckpointError if it has no matrix."""
         if not self._parts:
             raise CheckpointError(f"{self._path}: has no tensors, so the adapter would change nothing")
-        return LoraAdapter(self._path.parent, self._parts, self._digest.digest())
+        return LoraAdapter(self._path.parent, self._parts, self._modules, self._digest.digest())
 
 
 class _Config(NamedTuple):
@@ -343,7 +348,7 @@ def _pairs(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, StoredTen
         if not ending or not name.startswith(_PREFIX):
             raise CheckpointError(
                 f"{tensor.path}: {name} is not supported; an adapter has tensors {_PREFIX}MODULE{_A} and "
-                f"{_PREFIX}MODULE{_B}"
+                f"{_PREFIX}MODULE{_B} of linear layers, no embedding and no whole weights"
             )
         module = name[: -len(ending)]
         other = module + (_B if ending == _A else _A)
@@ -361,6 +366,11 @@ def _name_in_decoder(tensor: StoredTensor, module: str, names: TensorNames) -> s
             f"{tensor.path}: {tensor.name} adapts a part of the model that is not loaded: {module}"
         )
     own_name = names.in_decoder(name)
+    if own_name is not None and own_name.startswith((VISION, PROJECTOR)):
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} adapts {module}, a part for images; adapters of these are not "
+            "supported"
+        )
     if own_name is None:
         raise CheckpointError(f"{tensor.path}: {tensor.name} adapts {module}, which the model does not have")
     return own_name.removesuffix(".weight")

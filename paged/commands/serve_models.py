@@ -38,6 +38,8 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     catalog = Catalog(names, file)
     base = common.read_values({"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])})
     base.pop("model", None)
+    if base.get("enable_lora"):  # whose slots no request could use
+        raise ConfigError("enable_lora goes with one model, and this server has several")
     EngineConfig("demo", **base)
     take_weights(options, base)
     preloaded = [_known(catalog, name) for name in options.preload]

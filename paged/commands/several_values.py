@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from ..base.errors import ConfigError
 
 _MODULES = "--lora-modules"
 _MODULE = re.compile(r"[^-=/][^=/]*=.|\{")  # NAME=PATH, or an object in JSON
@@ -15,6 +19,8 @@ def one_value_each(parameters: Sequence[Any], args: Sequence[str]) -> list[str]:
 
     Further values belong to the option if all of the command's arguments are given elsewhere. Otherwise they
     are the model, prompt or file that is missing, unless only the option can have them.
+
+    Raises ConfigError for a value that may be a model although the environment or a file names one.
     """
     options = {
         flag: each
@@ -28,11 +34,39 @@ def one_value_each(parameters: Sequence[Any], args: Sequence[str]) -> list[str]:
     if arguments == ["model"]:
         num_given += any(text.partition("=")[0] == "--model" for text, flag in found if flag is None)
     result: list[str] = []
+    unclear = ""
     for text, flag in found:
         if flag and (num_given >= len(arguments) or (flag == _MODULES and _MODULE.match(text))):
             result.append(flag)
+        elif flag:
+            unclear = flag
         result.append(text)
+    if unclear and arguments == ["model"] and (elsewhere := _model_elsewhere(options, args)):
+        raise ConfigError(  # without the value, which may be a key
+            f"the second value after {unclear} may be one more of its values, or the model, which "
+            f"{elsewhere} names, too: write {unclear} before each value, or the model before all flags"
+        )
     return result
+
+
+def _model_elsewhere(options: Mapping[str, Any], args: Sequence[str]) -> str | None:
+    """Return what names the model beside the arguments, in a command that reads more than these."""
+    if "--config" not in options:
+        return None
+    if os.environ.get("PAGED_MODEL"):
+        return "PAGED_MODEL"
+    file = os.environ.get("PAGED_CONFIG")
+    for i, text in enumerate(args):
+        if text.startswith("--config="):
+            file = text.partition("=")[2]
+        elif text == "--config":
+            file = args[i + 1] if i + 1 < len(args) else None
+    if not file:
+        return None
+    from .settings import from_file
+
+    names = {"model", *(each.name for each in options.values())}
+    return f"{file}" if from_file(Path(file), names).get("model") else None
 
 
 def _with_options(options: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str | None]]:

@@ -14,7 +14,7 @@ from ..base.errors import CheckpointError, RequestError
 from ..checkpoints.adapter_files import read_adapter, with_names_of_transformers
 from ..checkpoints.lora_adapter import LoraAdapter
 from ..model.lora import LoraSlots
-from ..options.lora_request import LoRARequest
+from ..options.lora_request import LoRARequest, namespace_of
 from ..requests.request import RequestGroup
 from ..runner.model_runner import ModelRunner
 from ..scheduler.scheduler import Scheduler
@@ -119,7 +119,15 @@ class Adapters:
             wanted = found
         assert wanted is not None
         self._used.move_to_end(number)
-        return number, b"lora" + bytes.fromhex(wanted)
+        return number, namespace_of(wanted)
+
+    def namespace_of(self, given: LoRARequest | ReadAdapter) -> bytes:
+        """Return what the namespace of a request's KV begins with. Reads an adapter that is not known.
+
+        Raises RequestError as `find` does.
+        """
+        wanted = self._hash_of(given.request if isinstance(given, ReadAdapter) else given)
+        return self.find(given)[1] if wanted is None else namespace_of(wanted)
 
     def load(self, given: LoRARequest | ReadAdapter) -> str:
         """Read an adapter into memory, if it is not there. Return the hash of its content."""

@@ -446,6 +446,33 @@ class AsyncEngine(ABC, Generic[E]):
     async def _known_adapter(self, request: LoRARequest | None) -> Any:
         """Return a request's adapter as the engines take it, once it was read. Raises RequestError."""
 
+    async def pin_prefix(
+        self,
+        prompt: Prompt,
+        salt: str | None = None,
+        *,
+        is_pinned: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> int:
+        """Compute a prompt's KV if needed, and pin its full blocks, or unpin them. Return of how many tokens.
+
+        Raises the errors of `LLMEngine.pin_prefix`, UsageError for several engines, and EngineDeadError.
+        """
+        if len(self._engines) > 1:
+            raise UsageError(f"a prefix is pinned in one engine; there are {len(self._engines)}")
+        parsed = self.prompts.parse(prompt, salt)
+        adapter = await self._known_adapter(lora_request)
+        if is_pinned:
+            params = SamplingParams(max_tokens=1, temperature=0)
+            async for _ in self.generate(parsed, params, lora_request=adapter):
+                pass
+        await self._attach()
+        return await self._pin(parsed, adapter, is_pinned=is_pinned)
+
+    @abstractmethod
+    async def _pin(self, prompt: ParsedPrompt, adapter: Any, *, is_pinned: bool) -> int:
+        """Pin the cached blocks of a prompt, or unpin them. Return of how many tokens."""
+
     async def resize(self, replicas: int) -> None:
         """Set the number of engines. Raises ConfigError if this class does not support the number."""
         if replicas != 1:

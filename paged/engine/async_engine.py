@@ -23,6 +23,7 @@ from .thread import EngineThread, Mailbox
 
 if TYPE_CHECKING:
     from ..options.lora_request import LoRARequest
+    from ..text.prompt_parser import ParsedPrompt
 
 T = TypeVar("T")
 
@@ -128,6 +129,15 @@ class AsyncLLMEngine(AsyncEngine[EngineThread], metaclass=_ExplainsMissing):
             return request
         prepare = self._thread.prepare_adapter
         return await asyncio.get_running_loop().run_in_executor(None, prepare, request)
+
+    async def _pin(self, prompt: ParsedPrompt, adapter: Any, *, is_pinned: bool) -> int:
+        from . import prefixes
+
+        def pin(engine: LLMEngine) -> int:
+            own = prefixes.of_adapter(engine.core, prompt, adapter)
+            return (prefixes.pin_cached if is_pinned else prefixes.unpin_parsed)(engine.core, own)
+
+        return await self.call(pin)
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Forget the adapter of this lora_int_id; see `AsyncEngine.remove_lora`."""

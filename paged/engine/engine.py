@@ -41,6 +41,7 @@ from .request_factory import RequestFactory
 from .request_spec import RequestSpec, ids_of
 
 if TYPE_CHECKING:
+    from ..chat.local import LocalChat
     from ..checkpoints.embedding_files import Pooling
     from ..options.lora_request import LoRARequest
     from ..options.other_calls import BeamSearchParams, PoolingParams
@@ -52,9 +53,6 @@ if TYPE_CHECKING:
     from .beam_search import BeamSearchOutput
     from .embedding import EmbeddingRequestOutput
     from .scoring import ScoreOutput
-
-if TYPE_CHECKING:
-    from ..chat.local import LocalChat
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +327,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         priority: float | Iterable[float] | None = None,
         tenant: str | Iterable[str] = "",
         timeout_s: float | Iterable[float] | None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
         use_tqdm: Progress = False,
     ) -> Iterator[RequestOutput]:
         """Yield the outputs of `generate` one by one, for more prompts than memory holds.
@@ -342,7 +341,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         of prompts and parameters differ. timeout_s counts from when the prompt is read. Closing or collecting
         the iterator aborts the unfinished requests.
         """
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         generate = (
             generate_in_order if check_bool(RequestError, "ordered", ordered) else generate_as_completed
         )
@@ -356,6 +355,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         priority: float | Iterable[float] | None = None,
         tenant: str | Iterable[str] = "",
         timeout_s: float | Iterable[float] | None = None,
+        lora_request: LoRARequest | Iterable[LoRARequest | None] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield, after each step, an output of each request that got a token.
 
@@ -363,7 +363,7 @@ class LLMEngine(metaclass=ExplainsMissing):
         request_id tells requests apart: ids rise in the order of the prompts. Everything else is as in
         `generate_iter`.
         """
-        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s)
+        source = RequestSource(prompts, sampling_params, priority, tenant, timeout_s, lora_request)
         yield from generate_stream(self.core, source)
 
     def embed(
@@ -734,26 +734,25 @@ class LLMEngine(metaclass=ExplainsMissing):
 
     # Prefixes
 
-    def pin_prefix(self, prompt: Prompt) -> int:
+    def pin_prefix(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> int:
         """Compute a prompt's KV if needed, and pin its full blocks. Return their number of tokens.
 
         The blocks stay pinned until `unpin_prefix` or `reset_prefix_cache` is called, or a step raises; after
-        an error the contents of blocks are unknown.
+        an error the contents of blocks are unknown. lora_request: the adapter whose requests find them.
 
-        Raises RequestError if the prompt fills no block, if its blocks do not stay cached, or if the
-        unfinished requests leave too little room for them; UsageError if the prompt is pinned already or
-        there is no prefix cache.
+        Raises RequestError if the prompt fills no block, if its blocks do not stay cached, if the unfinished
+        requests leave too little room for them, or as `generate` does for the adapter; UsageError if the
+        prompt is pinned already or there is no prefix cache.
         """
-        self._require_prefix_cache()
         from . import prefixes
 
-        return prefixes.pin(self.core, prompt)
+        return prefixes.pin(self.core, prompt, lora_request)
 
-    def unpin_prefix(self, prompt: Prompt) -> None:
+    def unpin_prefix(self, prompt: Prompt, lora_request: LoRARequest | None = None) -> None:
         """Allow the blocks of a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
         from . import prefixes
 
-        prefixes.unpin(self.core, prompt)
+        prefixes.unpin(self.core, prompt, lora_request)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False, **vllm: Any
@@ -770,16 +769,19 @@ class LLMEngine(metaclass=ExplainsMissing):
         )
         self.block_manager.reset_prefix_cache()
 
-    def save_prefix(self, path: str | Path, prompt: Prompt | None = None) -> int:
+    def save_prefix(
+        self, path: str | Path, prompt: Prompt | None = None, lora_request: LoRARequest | None = None
+    ) -> int:
         """Write all cached blocks, or the blocks of one prompt, to a safetensors file. Return how many.
 
-        Raises RequestError if no blocks are cached or the file cannot be written, UsageError if there is no
-        prefix cache.
+        lora_request: the adapter whose blocks are written; None with a prompt writes those of the base model.
+
+        Raises RequestError if no blocks are cached, the file cannot be written or the adapter is wrong,
+        UsageError if there is no prefix cache.
         """
-        self._require_prefix_cache()
-        parsed = None if prompt is None else self.core.factory.prompts.parse(prompt)
         from . import prefixes
 
+        parsed = prefixes.saved_prompt(self.core, prompt, lora_request)
         prefixes.move_states(self.core)
         return prefixes.save(
             path, self.block_manager, self.runner, self.fingerprint, parsed, self._draft_fingerprint
@@ -791,9 +793,9 @@ class LLMEngine(metaclass=ExplainsMissing):
         Raises CheckpointError if the file is damaged or from another model, dtype or block size; UsageError
         if there is no prefix cache.
         """
-        self._require_prefix_cache()
         from . import prefixes
 
+        prefixes.require_cache(self.core)
         prefixes.move_states(self.core)
         return prefixes.load(path, self.block_manager, self.runner, self.fingerprint, self._draft_fingerprint)
 
@@ -814,10 +816,3 @@ class LLMEngine(metaclass=ExplainsMissing):
         from . import prefixes
 
         return prefixes.fingerprint(Path(sizes.config.model), sizes.model, *dtypes)
-
-    def _require_prefix_cache(self) -> None:
-        if not self.block_manager.enable_prefix_caching:
-            option = (
-                "state_snapshots=0" if self.config.state_snapshots == 0 else "enable_prefix_caching=False"
-            )
-            raise UsageError(f"there is no prefix cache: the engine was made with {option}")

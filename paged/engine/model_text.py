@@ -72,10 +72,10 @@ class ModelText:
     def __init__(
         self, config: EngineConfig, directory: Path, model_config: ModelConfig, no_images: str = ""
     ) -> None:
+        self.config = config
         self.model_config = model_config
         self.no_images = no_images or "this model takes text alone"
         self.most_images = (config.limit_mm_per_prompt or {}).get("image", DEFAULT_IMAGES)
-        self._config = config
         self._directory = directory
         self.has_embedding_files = any((directory / name).exists() for name in EMBEDDING_FILES)
         if self.has_embedding_files:
@@ -101,7 +101,7 @@ class ModelText:
         from ..images.reading import request_reader
         from ..text.images import ImagePrompts
 
-        config = self._config
+        config = self.config
         read = request_reader(config, self._directory)
         return ImagePrompts(vision, self.tokenizer, self.most_images, config.allowed_media_domains, read)
 

@@ -13,13 +13,14 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 
 from ..base.errors import PagedError, RequestError, ResourceError, UsageError
+from ..options.lora_request import namespace_of
 from ..text.prompt_parser import ParsedPrompt
 from . import prefixes
 from .engine import LLMEngine
@@ -40,8 +41,7 @@ class PinnedPrefixes:
 
     def pin(self, token_ids: list[int], namespace: bytes) -> int:
         """Pin the cached blocks of a prefix. Return their number of tokens. Raises as `pin_prefix` does."""
-        if not self._engine.block_manager.enable_prefix_caching:
-            raise UsageError("nothing can be pinned: the engine was made without a prefix cache")
+        prefixes.require_cache(self._engine.core)
         size = self._engine.block_manager.block_size
         whole = token_ids[: len(token_ids) // size * size]
         if not whole:
@@ -54,9 +54,17 @@ class PinnedPrefixes:
         """Allow a pinned prefix to be evicted. Return its number of tokens. Raises UsageError."""
         size = self._engine.block_manager.block_size
         whole = token_ids[: len(token_ids) // size * size]
-        prefixes.unpin_parsed(self._engine.core, ParsedPrompt(None, whole, namespace))
+        num = prefixes.unpin_parsed(self._engine.core, ParsedPrompt(None, whole, namespace))
         self._pinned.pop((namespace, tuple(whole)), None)
-        return len(whole)
+        return num
+
+    def unpin_all_of(self, content_hash: str) -> None:
+        """Allow the prefixes of a LoRA adapter to be evicted, which no request can name any more."""
+        start = namespace_of(content_hash)
+        for namespace, token_ids in [*self._pinned]:
+            if namespace.startswith(start):
+                with suppress(UsageError):  # a failed step has unpinned it
+                    self.unpin([*token_ids], namespace)
 
     def forget(self) -> None:
         """Note that the engine has forgotten all prefixes."""

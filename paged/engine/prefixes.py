@@ -26,6 +26,7 @@ from ..architectures.gguf_paths import gguf_files
 from ..architectures.hf_config import check_file
 from ..base.errors import CheckpointError, RequestError, UsageError
 from ..base.interrupts import HeldInterrupts
+from ..base.validation import shown
 from ..blocks.manager import BlockManager
 from ..blocks.pool import BlockId
 from ..blocks.prefix_chain import first_digest, sha256_block, short_digest
@@ -38,6 +39,7 @@ from .core import EngineCore
 from .generation import RequestSource, generate_in_order
 
 if TYPE_CHECKING:
+    from ..options.lora_request import LoRARequest
     from ..runner.executor import Executor
 
 FORMAT = "paged-prefix-2"
@@ -57,20 +59,70 @@ class SavedSnapshots(NamedTuple):
     states: dict[str, Tensor]
 
 
-def pin(core: EngineCore, prompt: Prompt) -> int:
+def require_cache(core: EngineCore) -> None:
+    """Raise UsageError if there is no prefix cache."""
+    if not core.scheduler.block_manager.enable_prefix_caching:
+        is_off = core.factory.text.config.state_snapshots == 0
+        option = "state_snapshots=0" if is_off else "enable_prefix_caching=False"
+        raise UsageError(f"there is no prefix cache: the engine was made with {option}")
+
+
+def parse(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> ParsedPrompt:
+    """Parse a prompt, in the namespace of an adapter's KV if one is given.
+
+    Raises RequestError for what is wrong with either, UsageError if there is no prefix cache.
+    """
+    require_cache(core)
+    return of_adapter(core, core.factory.prompts.parse(prompt), lora_request)
+
+
+def of_adapter(core: EngineCore, parsed: ParsedPrompt, lora_request: LoRARequest | None) -> ParsedPrompt:
+    """Return a prompt in the namespace of an adapter's KV, if one is given."""
+    if lora_request is None:
+        return parsed
+    adapters = core.factory.adapters
+    if adapters is None:
+        from ..options.lora_request import NO_LORA
+
+        raise RequestError(f"{NO_LORA}, got lora_request {shown(lora_request)}", param="lora_request")
+    return replace(parsed, namespace=adapters.namespace_of(lora_request) + parsed.namespace)
+
+
+def saved_prompt(
+    core: EngineCore, prompt: Prompt | None, lora_request: LoRARequest | None
+) -> ParsedPrompt | None:
+    """Return the prompt that `LLMEngine.save_prefix` is given; None for all cached blocks."""
+    if prompt is not None:
+        return parse(core, prompt, lora_request)
+    require_cache(core)
+    if lora_request is not None:
+        raise RequestError(
+            "lora_request needs a prompt; without one, save_prefix writes the blocks of all adapters",
+            param="lora_request",
+        )
+    return None
+
+
+def pin(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> int:
     """Compute the uncached part of a prompt, and pin its full blocks; see `LLMEngine.pin_prefix`."""
+    parsed = parse(core, prompt, lora_request)
+    _check_pin(core, parsed)
+    params = SamplingParams(max_tokens=1, temperature=0)
+    source = RequestSource([prompt], params, lora_request=lora_request)
+    _ = [*generate_in_order(core, source, use_tqdm=False)]
+    return pin_cached(core, parsed)
+
+
+def _check_pin(core: EngineCore, parsed: ParsedPrompt) -> int:
+    """Return the number of tokens in a prompt's full blocks. Raises as `pin_cached` does."""
     manager = core.scheduler.block_manager
-    parsed = core.factory.prompts.parse(prompt)
-    name = _pin_name(parsed)
     size = manager.block_size
     num_full = len(parsed.token_ids) // size * size
     if not num_full:
         raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
-    if name in manager.pins:
+    if _pin_name(parsed) in manager.pins:
         raise UsageError("this prompt is pinned already")
-    source = RequestSource([prompt], SamplingParams(max_tokens=1, temperature=0))
-    _ = [*generate_in_order(core, source, use_tqdm=False)]
-    return pin_cached(core, parsed)
+    return num_full
 
 
 def pin_cached(core: EngineCore, parsed: ParsedPrompt) -> int:
@@ -80,17 +132,13 @@ def pin_cached(core: EngineCore, parsed: ParsedPrompt) -> int:
     prompt is pinned already.
     """
     manager = core.scheduler.block_manager
-    name = _pin_name(parsed)
-    size = manager.block_size
-    num_full = len(parsed.token_ids) // size * size
-    if not num_full:
-        raise RequestError(f"the prompt has {len(parsed.token_ids)} tokens and fills no block of {size}")
-    if name in manager.pins:
-        raise UsageError("this prompt is pinned already")
-    num_cached = len(manager.find(parsed.token_ids, parsed.namespace, parsed.contents)[0]) * size
+    num_full = _check_pin(core, parsed)
+    found = manager.find(parsed.token_ids, parsed.namespace, parsed.contents)
+    num_cached = len(found[0]) * manager.block_size
     if num_cached < num_full:
         more = "raise num_blocks" + (" or state_snapshots" if manager.has_states else "")
         raise RequestError(f"of {num_full} tokens only {num_cached} stay cached; {more}")
+    name = _pin_name(parsed)
     if not core.scheduler.pin(name, parsed.token_ids, parsed.namespace, core.longest(), parsed.contents):
         raise RequestError(
             f"{num_full} tokens cannot be pinned: the unfinished requests would not fit beside them; "
@@ -99,18 +147,19 @@ def pin_cached(core: EngineCore, parsed: ParsedPrompt) -> int:
     return num_full
 
 
-def unpin(core: EngineCore, prompt: Prompt) -> None:
+def unpin(core: EngineCore, prompt: Prompt, lora_request: LoRARequest | None = None) -> None:
     """Allow a pinned prompt to be evicted. Raises UsageError if it is not pinned."""
-    unpin_parsed(core, core.factory.prompts.parse(prompt))
+    unpin_parsed(core, parse(core, prompt, lora_request))
 
 
-def unpin_parsed(core: EngineCore, parsed: ParsedPrompt) -> None:
-    """Allow a pinned prompt to be evicted; see `unpin`."""
+def unpin_parsed(core: EngineCore, parsed: ParsedPrompt) -> int:
+    """Allow a pinned prompt to be evicted; see `unpin`. Return the number of tokens in its full blocks."""
     manager = core.scheduler.block_manager
     name = _pin_name(parsed)
     if name not in manager.pins:
         raise UsageError(f"this prompt is not pinned; {len(manager.pins)} others are")
     manager.unpin(name)
+    return len(parsed.token_ids) // manager.block_size * manager.block_size
 
 
 def _pin_name(prompt: ParsedPrompt) -> str:

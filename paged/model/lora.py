@@ -137,10 +137,8 @@ class LoraSlots:
         whole: Decoder | None = None,
     ) -> None:
         self.shapes = shapes_of(model if whole is None else whole, targets)
-        names = model.config.tensor_names
         _check_targets(model if whole is None else whole, targets, self.shapes)
         self.max_rank = max_rank
-        self._names = names
         self._largest = torch.finfo(model.dtype).max
         self._layers: list[LoraLayer] = []
         for target in _targets_of(model, targets):
@@ -150,13 +148,12 @@ class LoraSlots:
 
     def check(self, adapter: LoraAdapter) -> None:
         """Raise CheckpointError if an adapter does not fit the model or its slots."""
-        check_adapter(adapter, self.shapes, self.max_rank, self._names)
+        check_adapter(adapter, self.shapes, self.max_rank)
         for name, part in adapter.parts.items():
             largest = max(float(each.abs().max()) for each in part)
             if largest > self._largest:
-                stored = self._names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
                 raise CheckpointError(
-                    f"{adapter.directory}: {stored} is adapted by matrices of shapes "
+                    f"{adapter.directory}: {adapter.modules[name]} is adapted by matrices of shapes "
                     f"{list(part.a.shape)} and {list(part.b.shape)}, which with their scale reach "
                     f"{largest:g}; the largest number of the engine's dtype is {self._largest:g}"
                 )
@@ -169,16 +166,14 @@ class LoraSlots:
             layer.set(slot, adapter)
 
 
-def check_adapter(
-    adapter: LoraAdapter, shapes: Mapping[str, tuple[int, int]], max_rank: int, names: TensorNames
-) -> None:
+def check_adapter(adapter: LoraAdapter, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
     """Raise CheckpointError if an adapter has other matrices, shapes or ranks.
 
     shapes: the shapes of the matrices that can be adapted, by their names in the decoder.
     """
     for name, part in adapter.parts.items():
         shape = shapes.get(name)
-        stored = names.in_checkpoint(f"{name}.weight").removesuffix(".weight")
+        stored = adapter.modules[name]
         if shape is None:
             raise CheckpointError(
                 f"{adapter.directory}: {stored} is adapted, but the engine has no slots for it: "

@@ -74,6 +74,11 @@ class LoRARequest:
 strict(LoRARequest, "LoRARequest")
 
 
+def namespace_of(content_hash: str) -> bytes:
+    """Return what the namespace of an adapter's KV begins with."""
+    return b"lora" + bytes.fromhex(content_hash)
+
+
 def lora_modules_of(modules: Sequence[str]) -> list[LoRARequest]:
     """Parse the values of --lora-modules, such as "sql=path/to/adapter". Adapters are numbered from 1 on.
 

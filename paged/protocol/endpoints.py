@@ -284,7 +284,7 @@ POST_LOAD, POST_UNLOAD, POST_PIN, POST_UNPIN = (
     for verb, summary in (
         ("load", "Load a model of a server that has several, and answer when it is loaded"),
         ("unload", "Unload a model of a server that has several, once no request uses it"),
-        ("pin", "Keep the KV of a prompt or of messages, while the model is loaded and after --prefix-dir"),
+        ("pin", "Keep the KV of a prompt or of messages for a model or an adapter, also after --prefix-dir"),
         ("unpin", "Let the KV of a pinned prompt be evicted"),
     )
 )

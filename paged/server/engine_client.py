@@ -25,10 +25,9 @@ from ..engine.reports import ReportTerms
 from ..engine.request_spec import Prepared, RequestSpec
 from ..engine.scoring import ScoreSpec
 from ..options.config import EngineConfig, check_policy
-from ..options.lora_request import NO_LORA, LoRARequest
+from ..options.lora_request import NO_LORA, LoRARequest, namespace_of
 from ..options.sampling_params import RequestOutputKind, SamplingParams
 from ..ranks.place import Torchrun
-from ..requests.request import Prompt
 from ..scheduler.stats import EngineStats
 from ..text.prompt_parser import ParsedPrompt
 from . import frames
@@ -248,21 +247,14 @@ class EngineClient(AsyncEngine[SupervisedEngine]):
         for engine in self._running():
             engine.share_threads(num_engines)
 
-    async def pin_prefix(self, prompt: Prompt, salt: str | None = None, *, is_pinned: bool = True) -> int:
-        """Compute a prompt's KV if needed, and pin its full blocks, or unpin them. Return of how many tokens.
-
-        Raises the errors of `LLMEngine.pin_prefix`, UsageError for several engines, and EngineDeadError.
-        """
-        if len(self._engines) > 1:
-            raise UsageError(f"a prefix is pinned in one engine; there are {len(self._engines)}")
-        parsed = self.prompts.parse(prompt, salt)
-        if is_pinned:
-            params = SamplingParams(max_tokens=1, temperature=0, cache_salt=salt)
-            async for _ in self.generate(parsed, params):
-                pass
-        await self._attach()
+    async def _pin(self, prompt: ParsedPrompt, adapter: LoRARequest | None, *, is_pinned: bool) -> int:
+        namespace = prompt.namespace
+        if adapter is not None:
+            self._check_lora()
+            assert adapter.content_hash is not None, "the engines have read the adapter"
+            namespace = namespace_of(adapter.content_hash) + namespace
         connection = self._engines[0].connection
-        return await connection.pin(parsed.token_ids, parsed.namespace, is_pinned=is_pinned)
+        return await connection.pin(prompt.token_ids, namespace, is_pinned=is_pinned)
 
     async def keep_pinned(self, folder: str, most_bytes: int) -> int:
         """Write the pinned prefixes of the engine to a folder. Return how many fit; see `PinnedPrefixes`.

@@ -290,7 +290,7 @@ class EngineServer:
             case frames.LoadAdapter():
                 self._load_adapter(order)
             case frames.ForgetAdapter():
-                self._tell(lambda engine: engine.forget_adapter(order.content_hash))
+                self._tell(lambda engine: self._forget_adapter(engine, order.content_hash))
             case frames.Pin() | frames.KeepPinned():
                 self._count(order)
             case frames.Ask():
@@ -304,6 +304,11 @@ class EngineServer:
         engine.reset_prefix_cache()
         if "pinned" in vars(self):
             self.pinned.forget()
+
+    def _forget_adapter(self, engine: LLMEngine, content_hash: str) -> None:
+        engine.forget_adapter(content_hash)
+        if "pinned" in vars(self):
+            self.pinned.unpin_all_of(content_hash)
 
     def _count(self, order: frames.Pin | frames.KeepPinned) -> None:
         """Do what an order about pinned prefixes says between two steps, and answer."""

@@ -108,6 +108,7 @@ class FrontEnd:
         self.keys = shared.keys
         self.gate = shared.gate
         self.is_paused = False
+        self.system = system
         self.gallery = Gallery(engine, options.replicas, self._owners)
         self.drain: Callable[[], None] = self.stop
         self._limits = Limits(

@@ -656,6 +656,28 @@ def test_options_take_several_values_after_one_flag(line):
     assert (" ".join(found), " ".join(positional)) == SEVERAL[line]
 
 
+def test_a_value_that_may_be_a_second_model_is_named(run, tmp_path, monkeypatch):
+    """Neither reading is guessed: the one would serve another model, the other let a client in."""
+    file = tmp_path / "a.yaml"
+    file.write_text("model: demo\nport: 1\n")
+    flags = ("--api-key", "k", "mine")
+    for config in (("--config", file), (f"--config={file}",)):
+        message = run.refused("serve", *config, *flags)
+        assert "the second value after --api-key may be one more of its values, or the model" in message
+        assert f"which {file} names, too: write --api-key before each value, or the model before" in message
+    parameters = get_command(cli.app).get_command(None, "serve").params
+    file.write_text("port: 1\n")
+    monkeypatch.setenv("PAGED_CONFIG", str(file))
+    assert one_value_each(parameters, [*flags]) == [*flags]  # the model
+    monkeypatch.setenv("PAGED_MODEL", "demo")
+    assert "which PAGED_MODEL names, too" in run.refused("serve", *flags)
+    for clear in (["mine", "--api-key", "k"], ["--api-key", "k", "--api-key", "l"]):
+        assert one_value_each(parameters, clear) == clear
+    parameters = get_command(cli.app).get_command(None, "plan").params
+    several = ["--lora-target-modules", "q_proj", "demo"]
+    assert one_value_each(parameters, several) == several  # which reads no PAGED_MODEL
+
+
 def test_empty_stdin(run):
     assert "stdin is empty" in run.refused("generate", stdin="")
 

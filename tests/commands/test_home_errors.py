@@ -64,6 +64,7 @@ def folder(tmp_path, monkeypatch):
         ((*SERVE, "a", "b", "--prefix-dir", "file"), "--prefix-dir file: File exists"),
         ((*SERVE, "a", "b", "--prefix-bytes", "1GiB"), "prefix_bytes goes with prefix_dir"),
         ((*SERVE, "a", "--prefix-dir", "x"), "prefix_dir goes with several models"),
+        ((*SERVE, "a", "b", "--enable-lora"), "enable_lora goes with one model, and this server has several"),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, tuple) else "",
 )

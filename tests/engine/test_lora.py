@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def test_experts_without_slots_are_refused_with_the_option_that_gives_them(folde
     path = adapter_of_experts(folder, "qwen3_moe", 0)
     engine = new_engine(checkpoint("qwen3_moe"), enable_lora=True, lora_target_modules=["q_proj", "o_proj"])
     message = (
-        r"model\.layers\.\d\.mlp\.experts\.0\.\w+ is adapted, but .*: experts have slots only where "
+        r"model\.layers\.\d\.mlp\.experts\.\w+ is adapted, but .*: experts have slots only where "
         r"lora_target_modules names 'experts', as in \['q_proj', 'o_proj', 'experts'\]"
     )
     with pytest.raises(RequestError, match=message):
@@ -236,6 +237,46 @@ def test_blocks_are_shared_within_an_adapter_alone(folder):
     assert not engine.remove_lora(1)
     assert engine.list_loras() == {2, 9}
     assert cached(first) == 32
+
+
+def test_prefixes_are_kept_for_an_adapter_by_its_content(folder, tmp_path):
+    first, second = (request(adapter(folder, "llama", seed), seed + 1) for seed in (0, 1))
+    prompt, other = ids(ragged_prompts([40, 33]))
+    options = {"enable_lora": True, "max_lora_rank": 8}
+    engine = new_engine(checkpoint("llama"), **options)
+
+    def cached(engine, own, prompt=prompt):
+        (output,) = engine.stream(prompt, SamplingParams(temperature=0, max_tokens=1), lora_request=own)
+        return output.num_cached_tokens, output.outputs[0].token_ids
+
+    assert engine.pin_prefix(prompt, first) == 32
+    assert [cached(engine, own)[0] for own in (None, second, first)] == [0, 0, 32]
+    with pytest.raises(UsageError, match="not pinned; 1 others are"):
+        engine.unpin_prefix(prompt)
+    with pytest.raises(UsageError, match="pinned already"):
+        engine.pin_prefix(prompt, lora_request=first)
+    cached(engine, first, other)
+    assert engine.save_prefix(tmp_path / "kv", prompt, lora_request=first) == 2
+    engine.unpin_prefix(prompt, first)
+    assert engine.stats().num_pinned_blocks == 0
+    another = new_engine(checkpoint("llama"), **options)
+    assert another.load_prefix(tmp_path / "kv") == 2
+    (unseen,) = another.generate_iter(prompt, GREEDY, lora_request=second)
+    assert unseen.num_cached_tokens == 0
+    renamed = LoRARequest("renamed", 7, first.lora_path)
+    assert cached(another, renamed) == (32, cached(engine, first)[1])
+    assert cached(another, None)[0] == cached(another, renamed, other)[0] == 0
+    unread = replace(second, lora_path=str(tmp_path))
+    for call in (engine.pin_prefix, engine.unpin_prefix, partial(engine.save_prefix, tmp_path / "none")):
+        for wrong, message in (("sql", "must be a LoRARequest"), (unread, "contradicts")):
+            with pytest.raises(RequestError, match=message):
+                call(prompt, lora_request=wrong)
+    with pytest.raises(RequestError, match="no full block of this prompt is cached"):
+        engine.save_prefix(tmp_path / "none", other, second)
+    with pytest.raises(RequestError, match="lora_request needs a prompt"):
+        engine.save_prefix(tmp_path / "none", lora_request=first)
+    with pytest.raises(RequestError, match="enable_lora=True, got lora_request LoRARequest"):
+        new_engine(checkpoint("llama")).pin_prefix(prompt, first)
 
 
 def test_forks_samples_beams_scores_and_embeddings_have_the_adapter(folder):
@@ -400,6 +441,11 @@ def test_other_weights_under_a_name_share_no_block(folder, tmp_path):
             assert await engine.add_lora(mine)
             assert not await engine.add_lora(mine)
             assert await cached(mine) == (0, by_peft("llama", first, prompt, 10))
+            for is_pinned in (True, False):
+                pinning = engine.pin_prefix(
+                    {"prompt_token_ids": prompt}, is_pinned=is_pinned, lora_request=mine
+                )
+                assert await pinning == 32
             assert (await cached(other))[0] == 0
             shutil.rmtree(own)
             shutil.copytree(second, own)

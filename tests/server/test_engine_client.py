@@ -132,7 +132,7 @@ def joined(outputs: list[RequestOutput], kind: RequestOutputKind) -> list[tuple[
     return wholes
 
 
-OF_SEVERAL_MODELS = {"keep_pinned", "pin_prefix", "share_threads"}
+OF_SEVERAL_MODELS = {"keep_pinned", "share_threads"}
 
 
 def test_a_method_of_all_engines_is_written_once():

@@ -47,6 +47,7 @@ def served(paths):
     options = {**OPTIONS, "max_loras": 2, "lora_modules": lora_modules_of(modules)}
     engine = EngineClient(str(model), launcher=UnhurriedLauncher(), **options)
     options = {"lora_modules": modules, "admin_key": "root", "allow_runtime_lora_updating": True}
+    options["enable_prompt_tokens_details"] = True
     with serving(engine, closes=True, served_model_name="base", **options) as served:
         yield served
 
@@ -102,6 +103,37 @@ def test_a_name_may_end_as_ollama_writes_it(served, paths):
     assert found["choices"][0]["token_ids"] == by_peft(model, first, PROMPT, 8)
     _, _, card = served.request("GET", "/v1/models/sql:latest")
     assert json.loads(card)["parent"] == "base"
+
+
+def test_the_operator_pins_prefixes_of_adapters(served, third):
+    headers = {"authorization": "Bearer root"}
+
+    def change(name, verb, prompt):
+        answer = served.request("POST", f"/admin/models/{name}/{verb}", {"prompt": prompt}, headers)
+        return answer[0], json.loads(answer[2])
+
+    def cached(name):
+        body = served.post("/v1/completions", model=name, prompt=prompt, max_tokens=1)
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    prompt = [7, *range(20, 59)]
+    assert change("sql", "pin", prompt) == (200, {"model": "sql", "pin": 32})
+    status, body = change("base", "unpin", prompt)
+    assert (status, body["error"]["message"][:26]) == (400, "this prompt is not pinned;")
+    assert [cached(name) for name in ("sql", "chat")] == [32, 0]
+    assert change("sql", "unpin", prompt) == (200, {"model": "sql", "unpin": 32})
+    assert change("base", "pin", prompt) == (200, {"model": "base", "pin": 32})
+    assert change("base", "unpin", prompt)[0] == 200
+    status, body = change("none/such", "pin", prompt)
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert change("sql", "pin", [5])[0] == 400
+    num_pinned = served.stats().num_pinned_blocks
+    assert load(served, "gone", third)[0] == 200
+    assert change("gone", "pin", prompt)[0] == 200
+    assert served.stats().num_pinned_blocks == num_pinned + 2
+    assert changed(served, "unload", lora_name="gone")[0] == 200
+    assert change("gone", "unpin", prompt)[0] == 404
+    assert served.stats().num_pinned_blocks == num_pinned
 
 
 def test_a_key_for_an_adapter_alone_does_not_have_the_model_itself(served):

@@ -218,7 +218,8 @@ def test_what_clients_see_of_a_template_is_the_models_own(engine, tmp_path):
         assert json.loads(server.request("GET", "/props")[2])["chat_template"] == own
         (model,) = server.front.loaded.values()
 
-        async def pin_prefix(prompt, salt, *, is_pinned):
+        async def pin_prefix(prompt, salt, *, is_pinned, lora_request):
+            assert lora_request is None
             pins.append((prompt, salt, is_pinned))
             return 16
 

@@ -225,6 +225,6 @@ def by_peft(model: str | Path, path: Path | None, prompt: Sequence[int], max_tok
             do_sample=False,
             max_new_tokens=max_tokens,
             min_new_tokens=max_tokens,
-            use_cache=model not in HYBRIDS,
+            use_cache=not str(model).startswith(HYBRIDS),
         )
     return result[0, len(prompt) :].tolist()

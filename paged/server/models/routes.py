@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from ...base.durations import parse_duration
-from ...base.errors import EngineDeadError, RequestError, UsageError
+from ...base.errors import EngineDeadError, RequestError
 from ...base.validation import shown
 from ...checkpoints.library.models_file import ModelEntry
 from ...protocol import endpoints
@@ -22,7 +22,6 @@ from ...protocol.calls.call import AnswerCall
 from ...protocol.endpoints import (
     GET_MODEL,
     POST_LOAD,
-    POST_PIN,
     POST_UNLOAD,
     ROUTES,
     Endpoint,
@@ -37,6 +36,7 @@ from ..http.exchange import LOADED_AFTER, Exchange, until_disconnect
 from ..http.failures import HttpError
 from ..http.streams import BLANK_LINE, StreamedResponse, event, named_event
 from ..routes.page import CLOSED_LOOK_S
+from ..routes.pins import PinFields, answer_pin
 from ..routes.service import shown_defaults
 from ..routes.table import HANDLERS, Handler, with_front
 from ..telemetry.metrics import CONTENT_TYPE, merged, rendered
@@ -348,56 +348,13 @@ class PinRoute:
     def __init__(self, endpoint: Endpoint, lobby: Lobby) -> None:
         self._lobby = lobby
         self._endpoint = endpoint
-        self._verb = endpoint.path.rpartition("/")[2]
 
     async def __call__(self, exchange: Exchange) -> None:
-        lobby = self._lobby
-        entry = lobby.entry_of(exchange.take_parameter(self._endpoint), None)
-        given = pin_fields(await exchange.read_body())
-        async with until_disconnect(exchange), lobby.host.using(entry) as loaded:
+        entry = self._lobby.entry_of(exchange.take_parameter(self._endpoint), None)
+        given = PinFields.of(await exchange.read_body())
+        async with until_disconnect(exchange), self._lobby.host.using(entry) as loaded:
             assert isinstance(loaded, LoadedModel)
-            prompt: Any = given.prompt
-            if given.messages is not msgspec.UNSET:
-                messages = given.messages
-                if entry.system is not None and not any(each.get("role") == "system" for each in messages):
-                    messages = [{"role": "system", "content": entry.system}, *messages]
-                own = loaded.front.options
-                prompt = loaded.front.engine.text.render_chat(
-                    messages,
-                    add_generation_prompt=False,
-                    chat_template=own.chat_template,
-                    chat_template_kwargs=own.chat_template_kwargs,
-                )
-                if "multi_modal_data" in prompt:
-                    raise RequestError("messages with images are not pinned", param="messages")
-            try:
-                num = await loaded.client.pin_prefix(
-                    prompt, given.cache_salt, is_pinned=self._endpoint is POST_PIN
-                )
-            except UsageError as error:
-                raise HttpError(400, str(error)) from None
-            await exchange.respond_json(200, {"model": entry.name, self._verb: num})
-
-
-class _PinFields(msgspec.Struct, forbid_unknown_fields=True):
-    """What is pinned: a text, token ids, or the messages that a chat begins with."""
-
-    prompt: str | list[int] | msgspec.UnsetType = msgspec.UNSET
-    messages: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
-    cache_salt: str | None = None
-
-
-def pin_fields(body: bytes) -> _PinFields:
-    """Return the fields of a body that says what is pinned. Raises RequestError."""
-    try:
-        given = msgspec.json.decode(body, type=_PinFields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"the body must have prompt or messages, and perhaps cache_salt: {error}"
-        ) from None
-    if (given.prompt is msgspec.UNSET) == (given.messages is msgspec.UNSET):
-        raise RequestError("the body must have one of prompt and messages")
-    return given
+            await answer_pin(loaded.front, exchange, self._endpoint, given)
 
 
 async def reset_prefix_cache(lobby: Lobby, exchange: Exchange) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.validation import shown
-from ...protocol.endpoints import POST_END, POST_LOAD, POST_PIN, POST_REPLICAS, POST_UNLOAD, POST_UNPIN
+from ...protocol.endpoints import POST_END, POST_LOAD, POST_REPLICAS, POST_UNLOAD
 from ..front_end import FrontEnd
 from ..http.exchange import Exchange
 from ..http.failures import HttpError
 from ..telemetry.records import RequestRecord
 
-OF_MODELS = {"load": POST_LOAD, "unload": POST_UNLOAD, "pin": POST_PIN, "unpin": POST_UNPIN}
+OF_MODELS = {"load": POST_LOAD, "unload": POST_UNLOAD}
 MOST_DIGITS = 6  # of a number in a path
 
 
@@ -96,7 +96,7 @@ async def reload_keys(front: FrontEnd, exchange: Exchange) -> None:
 
 
 async def refuse_model_change(front: FrontEnd, exchange: Exchange) -> None:
-    """Refuse to load, unload or pin the one model of a server."""
+    """Refuse to load or unload the one model of a server."""
     verb = exchange.route.rpartition("/")[2]
     exchange.route = OF_MODELS[verb].path
     raise HttpError(

@@ -14,6 +14,7 @@ from . import admin, llamacpp, ollama, service
 from .adapters import load_adapter, unload_adapter
 from .generation import AnswerRoute, answer_prompts
 from .page import PageRoute, stream_pictures
+from .pins import pin, unpin
 from .responses import ResponsesRoute, cancel_response, delete_response, get_response
 from .tokens import convert_text
 from .vectors import embed, score
@@ -65,8 +66,8 @@ _ANSWERS: dict[Endpoint, Callable[[Any, Exchange], Awaitable[None]]] = {
     endpoints.POST_END: admin.end_requests,
     endpoints.POST_LOAD: admin.refuse_model_change,
     endpoints.POST_UNLOAD: admin.refuse_model_change,
-    endpoints.POST_PIN: admin.refuse_model_change,
-    endpoints.POST_UNPIN: admin.refuse_model_change,
+    endpoints.POST_PIN: pin,
+    endpoints.POST_UNPIN: unpin,
     endpoints.POST_REPLICAS: admin.resize,
     endpoints.POST_PAUSE: admin.pause,
     endpoints.POST_RESUME: admin.resume,
