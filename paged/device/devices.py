@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -120,42 +119,31 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
             "numba is not installed, so attention runs in plain torch, slower: pip install 'paged[cpu]'"
         )
         return "torch"
-    if requested == "numba" and device.type != "cpu":
-        raise ConfigError(
-            f"attention_backend='numba' is for a CPU, not for device {device}; use 'triton' there"
-        )
-    if requested == "triton" and device.type == "cpu":
-        from ..kernels.gpu.target import in_interpreter
+    from .named_backend import named_backend
 
-        if not in_interpreter():
-            raise ConfigError(
-                "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
-                "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
-            )
-    return cast(BackendName, requested)
+    return named_backend(requested, device)
 
 
-def check_attention(
-    kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
-) -> None:
-    """Raise ConfigError unless the backend's attention supports these head dimensions and this cache."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        try:
-            dims = kernels.head_dims()
-        except ValueError as error:
-            raise ResourceError(f"attention_backend {kernels.name!r}: {error}") from error
-        if other := [head_dim for head_dim in sorted(head_dims) if head_dim not in dims]:
-            raise ConfigError(
-                f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]} on this "
-                f"device, {device}; this model's is {other[0]}; use 'torch'"
-            )
-        try:
-            kernels.check_cache_dtype(kv_dtype)
-        except ValueError as error:
-            name = config.kv_cache_dtype
-            raise ResourceError(
-                f"kv_cache_dtype {name!r} is not available here, but 'int8' is: {error}"
-            ) from error
+def attention_error(
+    kernels: Kernels, head_dims: set[int], group: int, device: torch.device, target: str
+) -> ConfigError | None:
+    """Return why the backend's attention cannot compute a model on a device; None if it can.
+
+    group: the largest number of query heads that share a KV head.
+    """
+    prefix = f"attention_backend {kernels.name!r}"
+    try:
+        dims = kernels.head_dims(target)
+    except ValueError as error:
+        return ResourceError(f"{prefix}: {error}")
+    lacks = [
+        f"a head_dim from {dims[0]} to {dims[-1]} on this device, {device}; this model's is {head_dim}"
+        for head_dim in sorted(head_dims)
+        if head_dim not in dims
+    ]
+    if group > kernels.max_group:
+        lacks.append(f"at most {kernels.max_group} query heads for a KV head; this model has {group}")
+    return ConfigError(f"{prefix} takes {lacks[0]}; use 'torch'") if lacks else None
 
 
 def weights_in_panels(

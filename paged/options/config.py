@@ -104,8 +104,8 @@ class EngineConfig:
         again, "swap" moves it to host memory (needs swap_space), "auto" takes what is estimated to be faster.
     max_preemptions: number of preemptions after which a request is not preempted again.
     swap_space: host memory for swapping in GiB; None takes 4 with a GPU and 0 on a CPU.
-    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, and on a CPU numba or, if
-        that is not installed, torch.
+    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, numba on a CPU, and torch
+        where that is not installed or has no kernel for the model's heads.
     num_threads: CPU threads of operations, one setting for all engines of the process. None takes
         OMP_NUM_THREADS or the number given to torch.set_num_threads, if either is set, and else the number of
         cores that affinity and container allow.

@@ -113,6 +113,8 @@ class PartRunner:
 
             self.lora = new_lora_slots(self.sizes, self.model, self.device)
         self.graphs: StepGraphs | None = None
+        if part is None and self.model.kernels.unpack_step is None:
+            num_in_flight = 1  # the host, which makes such batches, waits for the tokens of a step
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
         self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)

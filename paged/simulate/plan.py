@@ -24,7 +24,7 @@ from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
 from ..runner.draft_sizes import draft_sizes
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
-from ..runner.load import are_worth_keeping, check_kernels, new_kernels, open_model
+from ..runner.load import are_worth_keeping, new_kernels, open_model
 from ..runner.memory import Memory
 from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
@@ -268,6 +268,4 @@ def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> F
             of_draft = resolve_headers(speculation.model, speculation.revision)
             sizes = replace(sizes, draft=draft_sizes(sizes, read_config(of_draft), of_draft))
     kernels = new_kernels(sizes, device, checked=False)
-    if place.sheet is None:
-        check_kernels(sizes, device, kernels)
     return Footprint.of(sizes, place.memory, device, directory, kernels)
