@@ -330,7 +330,10 @@ _USES = [
     Case("beams", use=_beams, counted=("copy",)),
     Case("fork", use=_fork, counted=("copy",)),
     Case("drafts", _DRAFTS, counted=("drafts",), use=_generate_again),
-    *(Case(f"drafts, model {name}", _DRAFTS, _LONG, model=name, counted=("drafts",)) for name in _STATES),
+    *(
+        Case(f"drafts, model {name}", _DRAFTS, _LONG, model=name, counted=("drafts",), use=_generate_again)
+        for name in _STATES
+    ),
     *(
         Case(
             f"fork behind drafts, model {name}",
