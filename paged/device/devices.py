@@ -68,13 +68,16 @@ def failure_of(device: torch.device) -> Exception | None:
     return None
 
 
-def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
+def resolve_dtype(requested: str, checkpoint: str, device: torch.device, exceeds_float16: bool) -> str:
     """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 
     On a CPU that is slow in the checkpoint's dtype, "auto" is float32, since float32 represents every value
-    exactly.
+    exactly. On a GPU, it is bfloat16 in place of float16 where activations exceed that.
     """
     dtype = checkpoint if requested == "auto" else requested
+    if (requested, dtype, device.type) == ("auto", "float16", "cuda") and exceeds_float16:
+        logger.info("dtype bfloat16 instead of the checkpoint's float16, which activations exceed")
+        return "bfloat16"
     is_slow = device.type == "cpu" and (
         dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
     )
@@ -122,28 +125,6 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
     from .named_backend import named_backend
 
     return named_backend(requested, device)
-
-
-def attention_error(
-    kernels: Kernels, head_dims: set[int], group: int, device: torch.device, target: str
-) -> ConfigError | None:
-    """Return why the backend's attention cannot compute a model on a device; None if it can.
-
-    group: the largest number of query heads that share a KV head.
-    """
-    prefix = f"attention_backend {kernels.name!r}"
-    try:
-        dims = kernels.head_dims(target)
-    except ValueError as error:
-        return ResourceError(f"{prefix}: {error}")
-    lacks = [
-        f"a head_dim from {dims[0]} to {dims[-1]} on this device, {device}; this model's is {head_dim}"
-        for head_dim in sorted(head_dims)
-        if head_dim not in dims
-    ]
-    if group > kernels.max_group:
-        lacks.append(f"at most {kernels.max_group} query heads for a KV head; this model has {group}")
-    return ConfigError(f"{prefix} takes {lacks[0]}; use 'torch'") if lacks else None
 
 
 def weights_in_panels(

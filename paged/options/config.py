@@ -63,7 +63,8 @@ class EngineConfig:
         "paged" (or "vllm") takes `SamplingParams()`; a directory names another generation_config.json.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
         checkpoint's, "half" is float16, "float" is float32; a torch.dtype is accepted too. On a CPU, "auto"
-        replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions.
+        replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions; on a GPU it
+        replaces float16 by bfloat16 for models whose activations exceed float16.
     quantization: quantize the weights of an unquantized checkpoint while loading: "int8" has a scale per
         output; "int4" has a scale and a zero point per 32 inputs, but keeps the output head, attention's
         value projections and half of the layers' `down` in int8. None takes the weights as they are.

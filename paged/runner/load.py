@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..architectures.hf_config import read_hf, read_quantization
 from ..architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
-from ..device.devices import attention_error, is_shortage, resolve_backend, weights_in_panels
+from ..device.devices import is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
@@ -242,10 +242,10 @@ def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels
         head_dims.add(vision.tower.attended_head_dim)
     own = map(sizes.shard.attention, sizes.model.attentions.values())
     group = max(spec.num_heads // spec.kv.num_kv_heads for spec in own)
-    if unsupported := attention_error(kernels, head_dims, group, device, sizes.target):
+    if not _fits(kernels, head_dims, group, sizes.target):
         from .torch_instead import require_torch
 
-        require_torch(unsupported, sizes)
+        require_torch(kernels, head_dims, group, sizes, device)
         kernels = load_kernels("torch", checked=checked)
     try:
         kernels.check_cache_dtype(getattr(torch, sizes.kv_dtype), sizes.target)
@@ -253,6 +253,12 @@ def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels
         asked = f"kv_cache_dtype {sizes.config.kv_cache_dtype!r}"
         raise ResourceError(f"{asked} is not available here, but 'int8' is: {error}") from error
     return kernels
+
+
+def _fits(kernels: Kernels, head_dims: set[int], group: int, target: str) -> bool:
+    with suppress(ValueError):  # of a GPU without kernels
+        return group <= kernels.max_group and all(dim in kernels.head_dims(target) for dim in head_dims)
+    return False
 
 
 def _progress() -> Any:

@@ -86,7 +86,8 @@ class PartRunner:
             sum_in_float32()
         if not on_gpu or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
-        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        exceeds = model_config.exceeds_float16
+        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device, exceeds)
         sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
         if draft is not None:
             from .draft_model import with_draft

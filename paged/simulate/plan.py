@@ -257,7 +257,7 @@ def _is_small(footprint: Footprint, directory: Path) -> bool:
 def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> Footprint:
     device = place.device
     model = read_config(directory)
-    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    dtype = resolve_dtype(config.dtype, model.dtype, device, model.exceeds_float16)
     sizes = Sizes(config, model, device.type, dtype, place.target)
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
