@@ -32,7 +32,8 @@ def require_torch(
     error = _error_of(kernels, head_dims, group, sizes.target, device)
     if config.attention_backend != "auto" or needs_other or quantised_on_gpu:
         raise error
-    _warn(config.model, str(error).removesuffix("; use 'torch'"))
+    if sizes.part is None or (sizes.part.is_last and sizes.shard.index == 0):  # the other ranks do the same
+        _warn(config.model, str(error).removesuffix("; use 'torch'"))
 
 
 def _error_of(
@@ -53,7 +54,7 @@ def _error_of(
     return ConfigError(f"{prefix} takes {lacks[0]}; use 'torch'")
 
 
-@cache  # every process of an engine, and its plan, chooses anew
+@cache  # an engine asks for kernels several times
 def _warn(model: str, reason: str) -> None:
     logger.warning(
         "attention_backend 'torch' is taken for %s: slower, and last bits of results may depend on the "

@@ -24,9 +24,10 @@ from tests.support.checkpoints import CONFIGS, SHAPE, checkpoint
 from tests.support.fake_cuda import Event, FakeCuda, fake_cuda
 from tests.support.quantised import Sizes, Writer, fp8, gptq, quantised_checkpoint
 
-# Shapes that only a GPU's kernels treat in a way of their own.
+# Rows of whole groups of int4, and a shape that only a GPU's kernels treat in a way of their own.
+_WHOLE_GROUPS = {"hidden_size": 64, "intermediate_size": 96}
 CONFIGS["qwen3, 3 layers"] = lambda: Qwen3Config(
-    **{**SHAPE, "tie_word_embeddings": True, "num_hidden_layers": 3}
+    **{**SHAPE, **_WHOLE_GROUPS, "tie_word_embeddings": True, "num_hidden_layers": 3}
 )
 CONFIGS["llama, head_dim 128"] = lambda: LlamaConfig(**{**SHAPE, "head_dim": 128})
 
