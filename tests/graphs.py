@@ -6,8 +6,8 @@
     python -m tests.graphs --seed 7        # one of these
 
 Each engine draws tokens with parameters that change several fields of SamplingParams at once, of requests
-that come and go. A decode that runs without its graph is an error. Needs Triton's interpreter and g++, whose
-time it is: about a minute for an engine with weights in codes, since a kernel interprets each word of them.
+that come and go. A decode that runs without its graph is an error. Needs g++ and Triton's interpreter, which
+takes most of the time: about a minute for weights in codes, as it goes through each word of them.
 """
 
 from __future__ import annotations
