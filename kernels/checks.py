@@ -37,7 +37,7 @@ def check_scales(
         check_contiguous(name, scale)
 
 
-def check_cache_dtype(dtype: torch.dtype) -> None:
+def check_cache_dtype(dtype: torch.dtype, target: str) -> None:
     """Accept every dtype, since torch and the CPU kernels can read all of them."""
 
 

@@ -29,6 +29,7 @@ class Kernels(Protocol):
     has_coded_linear: bool  # batch-invariant kernels for weights in codes, see `codes`
     has_grouped_linear: bool  # `grouped_linear` is one launch, which reads the offsets on the device
     compiles_at_launch: bool  # a kernel is compiled when it is first launched: an engine should warm up
+    max_group: int  # the most query heads that may share a KV head in attention
     split_keys: int  # the length from which attention may split the context of a decode
 
     @property
@@ -70,11 +71,14 @@ class Kernels(Protocol):
         group: number of query heads that share a KV head.
         """
 
-    def head_dims(self) -> range:
-        """Return the head dimensions that attention supports. Raises ValueError for an unsupported GPU."""
+    def head_dims(self, target: str) -> range:
+        """Return the head dimensions that attention supports. Raises ValueError for an unsupported GPU.
 
-    def check_cache_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if the current device cannot read a cache of this dtype."""
+        target: what kernels are compiled for; "" on a CPU, where Triton's are interpreted.
+        """
+
+    def check_cache_dtype(self, dtype: torch.dtype, target: str) -> None:
+        """Raise ValueError if a target (see `head_dims`) cannot read a cache of this dtype."""
 
     def take_rows(self, table: Tensor, indices: Tensor, out: Tensor | None = None) -> Tensor: ...
 

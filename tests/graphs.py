@@ -6,7 +6,8 @@
     python -m tests.graphs --seed 7        # one of these
 
 Each engine draws tokens with parameters that change several fields of SamplingParams at once, of requests
-that come and go. A decode that runs without its graph is an error. Needs Triton's interpreter and g++.
+that come and go. A decode that runs without its graph is an error. Needs g++ and Triton's interpreter, which
+takes most of the time: about a minute for weights in codes, as it goes through each word of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import pytest
 
 from paged import LLMEngine, SamplingParams
 from tests.support.checkpoints import CONFIGS
+from tests.support.interpreter import remember_builtins
 from tests.support.late_cuda import late_cuda
 from tests.support.ranks import ranked_engines
 from tests.support.step_cases import CHANGES, QUANTISED, checkpoint_of
@@ -117,7 +119,7 @@ def all_cases() -> list[Case]:
     cases = []
     kinds: list[tuple[str, dict[str, Any]]] = [(model, {}) for model in (*CONFIGS, *QUANTISED)]
     kinds += [("llama", {"kv_cache_dtype": cache}) for cache in CACHES[1:]]
-    kinds += [("qwen3", {"quantization": "int8"}), ("demo", {"quantization": "int4"})]
+    kinds += [("qwen3", {"quantization": "int8"}), ("qwen3, 3 layers", {"quantization": "int4"})]
     kinds += [(model, {"speculative_config": DRAFTS}) for model in DRAFTED]
     for number, (model, options) in enumerate(kinds):
         name = " ".join([model, *("drafts" if value is DRAFTS else value for value in options.values())])
@@ -187,6 +189,7 @@ def check(case: Case, seed: int = 0) -> int:
 
 def main() -> None:
     """Run what the command line says."""
+    remember_builtins()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--seed", type=int)

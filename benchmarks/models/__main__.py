@@ -60,7 +60,7 @@ TARGETS = {"llama": 0.9, "generate": 2.0}
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the sections, print their tables and the JSON line."""
     args = parse_args(argv)
-    dtype = resolve_dtype("auto", "bfloat16", torch.device("cpu"))
+    dtype = resolve_dtype("auto", "bfloat16", torch.device("cpu"), False)
     turns = Turns(
         rounds=args.rounds, scale=args.scale, max_tokens=args.max_tokens, dtype=dtype, threads=args.threads
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..attention_options import MAX_HEAD_DIM, MIN_HEAD_DIM
+from ..attention_options import MAX_GROUP, MAX_HEAD_DIM, MIN_HEAD_DIM
 from ..checks import check_cache_dtype as check_cache_dtype
 from ..steps import Needs
 from .attention.paged_attention import SPLIT_KEYS
@@ -24,6 +24,7 @@ has_grouped_linear = False
 compiles_at_launch = False  # `compile_ahead` compiles all
 unpack_step = take_parameters = None
 split_keys = SPLIT_KEYS
+max_group = MAX_GROUP
 
 # The module of each operation, and what it is called there if that differs.
 OPERATIONS = {
@@ -103,7 +104,7 @@ def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: to
     return 1
 
 
-def head_dims() -> range:
+def head_dims(target: str) -> range:  # noqa: ARG001
     """Return the head dimensions that attention supports."""
     return range(MIN_HEAD_DIM, MAX_HEAD_DIM + 1)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..attention_options import MIN_HEAD_DIM
+from ..attention_options import MAX_GROUP, MIN_HEAD_DIM
 from ..plain.backend import add, compile_for, greedy, mask_logits, take_rows, token_logprobs
 from .attention.config import INTERPRETED_SPLIT, MAX_DECODE_Q, SPLIT, choose_config, largest_head_dim
 from .attention.paged_attention import paged_attention, plan_attention
@@ -36,6 +36,7 @@ has_grouped_linear = True
 compiles_at_launch = not in_interpreter()
 step_recorder = None
 greedy_of_allowed = None
+max_group = MAX_GROUP
 split_keys = INTERPRETED_SPLIT if in_interpreter() else SPLIT
 
 
@@ -46,14 +47,14 @@ def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: to
     return config.BLOCK_Q
 
 
-def head_dims() -> range:
+def head_dims(target: str) -> range:
     """Return the head dimensions that attention supports. Raises ValueError for an unsupported GPU."""
-    return range(MIN_HEAD_DIM, largest_head_dim(current_target()) + 1)
+    return range(MIN_HEAD_DIM, largest_head_dim(target or current_target()) + 1)
 
 
-def check_cache_dtype(dtype: torch.dtype) -> None:
-    """Raise ValueError if the current GPU cannot read a cache of this dtype."""
-    check_target(dtype, current_target())
+def check_cache_dtype(dtype: torch.dtype, target: str) -> None:
+    """Raise ValueError if a target cannot read a cache of this dtype."""
+    check_target(dtype, target or current_target())
 
 
 def partial_bytes(num_seqs: int, max_keys: int, num_heads: int, value_dim: int) -> int:

@@ -50,6 +50,7 @@ unpack_step = take_parameters = None
 step_recorder = None
 greedy_of_allowed = None
 split_keys = sys.maxsize  # contexts are not split
+max_group = sys.maxsize
 
 
 def compile_for(needs: Needs, progress: Any = None) -> Callable[[], None]:  # noqa: ARG001
@@ -62,7 +63,7 @@ def most_decode_q(head_dim: int, group: int, dtype: torch.dtype, cache_dtype: to
     return 1
 
 
-def head_dims() -> range:
+def head_dims(target: str) -> range:  # noqa: ARG001
     """Return the head dimensions that attention supports: any."""
     return range(1, sys.maxsize)
 

@@ -72,6 +72,9 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
+_IN_EXPERTS = ".mlp.experts."  # in the names of routed experts' modules
+
+
 class Module(NamedTuple):
     """A module of the model, as quantisation rules match it.
 
@@ -100,17 +103,23 @@ class Quantization:
     kv_scales_are_fp8: bool = True  # if there are any; others are of K and V in another form
 
     def layer_bits(self, config: ModelConfig) -> float | None:
-        """Return the mean bits per weight of the layers under these rules; None if all weights are floats."""
+        """Return the mean bits per weight of the layers under these rules; None if all weights are floats.
+
+        Experts that a family always stores as stacks count as floats where rules name "Linear" modules.
+        """
         floats = 32 if config.dtype == "float32" else 16
         num_weights = 0
         num_bits = 0.0
         is_quantized = False
         for name, count in _linears(config):
             known = (each.removesuffix(".") for each in config.tensor_names.all_in_checkpoint(f"{name}."))
-            scheme = self.rule_of(Module((*known, name), "Linear")).scheme
+            module = Module((*known, name), "Linear")
+            scheme = self.rule_of(module).scheme
+            is_quantized |= scheme is not None
+            if config.tensor_names.only_stacks and _IN_EXPERTS in name:
+                scheme = self.rule_of(module._replace(kind="Stack")).scheme
             num_weights += count
             num_bits += count * (floats if scheme is None else scheme.bits_per_weight)
-            is_quantized |= scheme is not None
         return num_bits / num_weights if is_quantized else None
 
 

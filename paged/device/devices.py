@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -69,13 +68,16 @@ def failure_of(device: torch.device) -> Exception | None:
     return None
 
 
-def resolve_dtype(requested: str, checkpoint: str, device: torch.device) -> str:
+def resolve_dtype(requested: str, checkpoint: str, device: torch.device, exceeds_float16: bool) -> str:
     """Return the dtype to compute in: the one requested, or for "auto" the checkpoint's.
 
     On a CPU that is slow in the checkpoint's dtype, "auto" is float32, since float32 represents every value
-    exactly.
+    exactly. On a GPU, it is bfloat16 in place of float16 where activations exceed that.
     """
     dtype = checkpoint if requested == "auto" else requested
+    if (requested, dtype, device.type) == ("auto", "float16", "cuda") and exceeds_float16:
+        logger.info("dtype bfloat16 instead of the checkpoint's float16, which activations exceed")
+        return "bfloat16"
     is_slow = device.type == "cpu" and (
         dtype == "float16" or (dtype == "bfloat16" and not cpu_has_bfloat16())
     )
@@ -120,42 +122,9 @@ def resolve_backend(requested: str, device: torch.device) -> BackendName:
             "numba is not installed, so attention runs in plain torch, slower: pip install 'paged[cpu]'"
         )
         return "torch"
-    if requested == "numba" and device.type != "cpu":
-        raise ConfigError(
-            f"attention_backend='numba' is for a CPU, not for device {device}; use 'triton' there"
-        )
-    if requested == "triton" and device.type == "cpu":
-        from ..kernels.gpu.target import in_interpreter
+    from .named_backend import named_backend
 
-        if not in_interpreter():
-            raise ConfigError(
-                "attention_backend='triton' on a CPU runs in Triton's interpreter, for tests only: set "
-                "TRITON_INTERPRET=1 before Python starts, or use attention_backend='numba' or 'torch'"
-            )
-    return cast(BackendName, requested)
-
-
-def check_attention(
-    kernels: Kernels, head_dims: set[int], kv_dtype: torch.dtype, config: EngineConfig, device: torch.device
-) -> None:
-    """Raise ConfigError unless the backend's attention supports these head dimensions and this cache."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        try:
-            dims = kernels.head_dims()
-        except ValueError as error:
-            raise ResourceError(f"attention_backend {kernels.name!r}: {error}") from error
-        if other := [head_dim for head_dim in sorted(head_dims) if head_dim not in dims]:
-            raise ConfigError(
-                f"attention_backend {kernels.name!r} takes a head_dim from {dims[0]} to {dims[-1]} on this "
-                f"device, {device}; this model's is {other[0]}; use 'torch'"
-            )
-        try:
-            kernels.check_cache_dtype(kv_dtype)
-        except ValueError as error:
-            name = config.kv_cache_dtype
-            raise ResourceError(
-                f"kv_cache_dtype {name!r} is not available here, but 'int8' is: {error}"
-            ) from error
+    return named_backend(requested, device)
 
 
 def weights_in_panels(

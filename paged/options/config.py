@@ -62,7 +62,8 @@ class EngineConfig:
         "paged" (or "vllm") takes `SamplingParams()`; a directory names another generation_config.json.
     dtype: of activations, and of weights unless a narrower type holds the same values; "auto" is the
         checkpoint's, "half" is float16, "float" is float32; a torch.dtype is accepted too. On a CPU, "auto"
-        replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions.
+        replaces float16 by float32, and bfloat16 too if the CPU has no bfloat16 instructions; on a GPU it
+        replaces float16 by bfloat16 for models whose activations exceed float16.
     quantization: quantize the weights of an unquantized checkpoint while loading: "int8" has a scale per
         output; "int4" has a scale and a zero point per 32 inputs, but keeps the output head, attention's
         value projections and half of the layers' `down` in int8. None takes the weights as they are.
@@ -103,8 +104,8 @@ class EngineConfig:
         again, "swap" moves it to host memory (needs swap_space), "auto" takes what is estimated to be faster.
     max_preemptions: number of preemptions after which a request is not preempted again.
     swap_space: host memory for swapping in GiB; None takes 4 with a GPU and 0 on a CPU.
-    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, and on a CPU numba or, if
-        that is not installed, torch.
+    attention_backend: "triton", "numba" or "torch"; "auto" takes triton on a GPU, numba on a CPU, and torch
+        where that is not installed or has no kernel for the model's heads.
     num_threads: CPU threads of operations, one setting for all engines of the process. None takes
         OMP_NUM_THREADS or the number given to torch.set_num_threads, if either is set, and else the number of
         cores that affinity and container allow.

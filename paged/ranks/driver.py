@@ -26,7 +26,7 @@ from ..sampling.seats import DraftRow, SamplingSeat
 from ..scheduler.schedule import StepOutput
 from .layout import RankLayout
 from .messages import MessageWriter
-from .stage import Stage, part_of
+from .stage import Stage, new_graphs, part_of
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -100,17 +100,7 @@ class DriverRunner(ModelRunner):
         super().allocate(directory, run_step)
 
     def _new_decode_graphs(self) -> StageGraphs | None:
-        if self.device.type != "cuda":
-            return None
-        from ..runner.stage_graphs import new_stage_graphs
-
-        return new_stage_graphs(
-            self.sizes,
-            self.model,
-            self.batches,
-            self.device,
-            lambda: self._stage.receive(self._number, self.device),
-        )
+        return new_graphs(self, lambda: self._stage.receive(self._number, self.device))
 
     @property
     def exchange_s(self) -> float:

@@ -23,7 +23,7 @@ from ..sampling.reporter import Reporter
 from ..scheduler.schedule import Schedule
 from .layout import RankLayout
 from .messages import Message, MessageKind, MessageReader
-from .stage import Stage, part_of
+from .stage import Stage, new_graphs, part_of
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class FollowerRunner(PartRunner):
         if self.device.type == "cuda":
             self._reporter.max_rows = min(self._reporter.max_rows, self.sizes.config.num_seats)
         self._number = 0  # of the step that is computed
-        self._graphs_of_decodes = self._new_decode_graphs()
+        self._graphs_of_decodes: StageGraphs | None = None
+        if not part.is_last:
+            self._graphs_of_decodes = new_graphs(self, lambda: self._stage.receive(self._number, self.device))
         self.allocate(directory, self._run_in_other_cache)
 
     def run(self, on_message: Callable[[int | None], None] = lambda _: None) -> None:
@@ -186,16 +188,3 @@ class FollowerRunner(PartRunner):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return num_bytes
-
-    def _new_decode_graphs(self) -> StageGraphs | None:
-        if self.device.type != "cuda" or self._part.is_last:
-            return None
-        from ..runner.stage_graphs import new_stage_graphs
-
-        return new_stage_graphs(
-            self.sizes,
-            self.model,
-            self.batches,
-            self.device,
-            lambda: self._stage.receive(self._number, self.device),
-        )

@@ -24,7 +24,7 @@ def keep_parts(config: EngineConfig) -> Iterator[Path | None]:
     model = read_seeing(config, directory)
     layout = RankLayout.of(config, model)
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    dtype = resolve_dtype(config.dtype, model.dtype, device, model.exceeds_float16)
     for rank in range(layout.num_ranks):
         shard = Shard(layout.shard_of(rank), layout.num_shards)
         part = ModelPart(layout.layers[layout.stage_of(rank)], model.num_layers, shard)

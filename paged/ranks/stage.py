@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,10 @@ from ..model.stream_shape import StreamShape
 from .layout import RankLayout
 from .transport import ShardGroup, Transport
 
+if TYPE_CHECKING:
+    from ..runner.part_runner import PartRunner
+    from ..runner.stage_graphs import StageGraphs
+
 _HEADER = 16  # bytes before a stream: the number of its step
 
 
@@ -26,6 +32,18 @@ def part_of(layout: RankLayout, rank: int, num_layers: int, transport: Transport
         group = ShardGroup(transport, rank, layout.ranks_of_stage(stage))
         shard = Shard(layout.shard_of(rank), layout.num_shards, group)
     return ModelPart(layout.layers[stage], num_layers, shard)
+
+
+def new_graphs(runner: PartRunner, receive: Callable[[], Stream | None]) -> StageGraphs | None:
+    """Return the CUDA graphs of a rank's decodes; None on a CPU.
+
+    receive: returns the stream of the step that is to be computed.
+    """
+    if runner.device.type != "cuda":
+        return None
+    from ..runner.stage_graphs import new_stage_graphs
+
+    return new_stage_graphs(runner.sizes, runner.model, runner.batches, runner.device, receive)
 
 
 class Stage:

@@ -26,7 +26,7 @@ from ..requests.request import Request, RequestInputs, SamplingState
 from ..sampling.sampler import Draw, Sampler
 from ..scheduler.schedule import Schedule
 from .draft_sizes import draft_sizes
-from .load import check_kernels, load_model, new_kernels, open_model
+from .load import load_model, new_kernels, open_model
 from .passes import compute, new_batches, new_graphs
 from .plan import IN_SEAT, ComputedPart, SeatChange
 from .sizes import Sizes
@@ -69,7 +69,6 @@ def with_draft(sizes: Sizes, device: torch.device, draft: DraftCheckpoint) -> Si
     with naming_draft_model():
         own = draft_sizes(sizes, draft.config, draft.directory)
         kernels = new_kernels(own, device, checked=False)
-        check_kernels(own, device, kernels)
         with open_model(own, draft.config, device, draft.directory, kernels):
             pass
     return replace(sizes, draft=own)

@@ -19,7 +19,7 @@ from ..model.weights.loading import StoredWeights
 from ..options.config import QUANTIZATIONS
 from .draft_sizes import draft_sizes
 from .fit import largest_step, max_partial_bytes
-from .load import open_model
+from .load import new_kernels, open_model
 from .memory import Memory
 from .sizes import ELEMENT_BYTES, GIB, Sizes
 
@@ -132,7 +132,8 @@ class Footprint:
         model = model_sizes(sizes, device, directory, kernels)
         draft = None
         if sizes.draft is not None:
-            draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), kernels)
+            own = new_kernels(sizes.draft, device, checked=False)  # its heads may need others
+            draft = model_sizes(sizes.draft, device, Path(sizes.draft.config.model), own)
         found = cls(sizes, memory, device, directory, kernels, model, draft)
         if not sizes.state_bytes:
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..architectures.hf_config import read_hf, read_quantization
 from ..architectures.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec
 from ..base.errors import ConfigError, ResourceError
 from ..checkpoints.stored import Recognizer, Sources
-from ..device.devices import check_attention, is_shortage, resolve_backend, weights_in_panels
+from ..device.devices import is_shortage, resolve_backend, weights_in_panels
 from ..device.host_memory import freed_at_once
 from ..kernels.backend import load_kernels
 from ..kernels.checks import in_debug_mode
@@ -65,7 +65,6 @@ def load_model(sizes: Sizes, model_config: ModelConfig, device: torch.device, di
     """
     # Steps give them what the scheduler and the batch have proven.
     kernels = new_kernels(sizes, device, checked=in_debug_mode())
-    check_kernels(sizes, device, kernels)
     with _explaining_shortage(sizes.model, device):
         model = _load(sizes, model_config, device, directory, kernels)
     logger.info("read the weights: %s", model.stored_weights)
@@ -229,13 +228,37 @@ def _explaining_shortage(model: ModelConfig, device: torch.device) -> Iterator[N
 
 
 def new_kernels(sizes: Sizes, device: torch.device, *, checked: bool) -> Kernels:
-    """Return the kernels of the requested backend. No kernel is compiled yet.
+    """Return the kernels of the requested backend; for "auto", of one that supports the model.
 
-    Raises ResourceError if the backend is not installed.
+    No kernel is compiled yet. Raises ConfigError if the backend is not installed, or does not support the
+    model's attention on this device.
     """
     with _importing():
         backend = resolve_backend(sizes.config.attention_backend, device)
-        return load_kernels(backend, checked=checked, ahead=False)
+        kernels = load_kernels(backend, checked=checked, ahead=False)
+    head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
+    vision = sizes.model.vision
+    if vision is not None and vision.tower.attended_head_dim is not None:
+        head_dims.add(vision.tower.attended_head_dim)
+    own = map(sizes.shard.attention, sizes.model.attentions.values())
+    group = max(spec.num_heads // spec.kv.num_kv_heads for spec in own)
+    if not _fits(kernels, head_dims, group, sizes.target):
+        from .torch_instead import require_torch
+
+        require_torch(kernels, head_dims, group, sizes, device)
+        kernels = load_kernels("torch", checked=checked)
+    try:
+        kernels.check_cache_dtype(getattr(torch, sizes.kv_dtype), sizes.target)
+    except ValueError as error:
+        asked = f"kv_cache_dtype {sizes.config.kv_cache_dtype!r}"
+        raise ResourceError(f"{asked} is not available here, but 'int8' is: {error}") from error
+    return kernels
+
+
+def _fits(kernels: Kernels, head_dims: set[int], group: int, target: str) -> bool:
+    with suppress(ValueError):  # of a GPU without kernels
+        return group <= kernels.max_group and all(dim in kernels.head_dims(target) for dim in head_dims)
+    return False
 
 
 def _progress() -> Any:
@@ -245,15 +268,6 @@ def _progress() -> Any:
     from .compile_bar import compile_bar
 
     return compile_bar
-
-
-def check_kernels(sizes: Sizes, device: torch.device, kernels: Kernels) -> None:
-    """Raise ConfigError unless the kernels support this model's attention on this device."""
-    head_dims = {dim for shape in sizes.model.kv_shapes.values() for dim in (shape.key_dim, shape.value_dim)}
-    vision = sizes.model.vision
-    if vision is not None and vision.tower.attended_head_dim is not None:
-        head_dims.add(vision.tower.attended_head_dim)
-    check_attention(kernels, head_dims, getattr(torch, sizes.kv_dtype), sizes.config, device)
 
 
 @contextmanager

@@ -86,7 +86,8 @@ class PartRunner:
             sum_in_float32()
         if not on_gpu or config.num_threads is not None:
             self.num_threads = set_threads(self, config.num_threads)
-        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device)
+        exceeds = model_config.exceeds_float16
+        dtype = resolve_dtype(config.dtype, model_config.dtype, self.device, exceeds)
         sizes = Sizes(config, model_config, self.device.type, dtype, target_of(self.device), part=part)
         if draft is not None:
             from .draft_model import with_draft
@@ -113,6 +114,8 @@ class PartRunner:
 
             self.lora = new_lora_slots(self.sizes, self.model, self.device)
         self.graphs: StepGraphs | None = None
+        if part is None and self.model.kernels.unpack_step is None:
+            num_in_flight = 1  # the host, which makes such batches, waits for the tokens of a step
         self.num_in_flight = num_in_flight
         self.transfers = Transfers(self.device, num_buffers=max(NUM_BUFFERS, num_in_flight))
         self.batches = new_batches(self.sizes, model_config, self.model, self.device, num_in_flight)

@@ -32,9 +32,8 @@ def footprint_here(config: EngineConfig, *, free: int | None = None) -> Footprin
     device = resolve_device(config.device)
     directory = resolve_headers(config.model, config.revision)
     model = read_config(directory)
-    sizes = Sizes(
-        config, model, device.type, resolve_dtype(config.dtype, model.dtype, device), target_of(device)
-    )
+    dtype = resolve_dtype(config.dtype, model.dtype, device, model.exceeds_float16)
+    sizes = Sizes(config, model, device.type, dtype, target_of(device))
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         with naming_draft_model():

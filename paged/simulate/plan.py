@@ -24,7 +24,7 @@ from ..options.config import EngineConfig
 from ..runner.draft_model import naming_draft_model
 from ..runner.draft_sizes import draft_sizes
 from ..runner.footprint import GPU_OVERHEAD, Footprint, ways_to_fit
-from ..runner.load import are_worth_keeping, check_kernels, new_kernels, open_model
+from ..runner.load import are_worth_keeping, new_kernels, open_model
 from ..runner.memory import Memory
 from ..runner.sizes import GIB, Sizes
 from .cost import DATA_SHEETS, Coefficients, DataSheet, Roofline, decode_work, prompt_work, window_shares
@@ -257,7 +257,7 @@ def _is_small(footprint: Footprint, directory: Path) -> bool:
 def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> Footprint:
     device = place.device
     model = read_config(directory)
-    dtype = resolve_dtype(config.dtype, model.dtype, device)
+    dtype = resolve_dtype(config.dtype, model.dtype, device, model.exceeds_float16)
     sizes = Sizes(config, model, device.type, dtype, place.target)
     if place.sheet is not None and sizes.kv_dtype == "float8_e4m3fn" and not place.sheet.has_e4m3:
         asked = f"kv_cache_dtype {config.kv_cache_dtype!r}"
@@ -268,6 +268,4 @@ def _footprint(config: EngineConfig, place: PlannedDevice, directory: Path) -> F
             of_draft = resolve_headers(speculation.model, speculation.revision)
             sizes = replace(sizes, draft=draft_sizes(sizes, read_config(of_draft), of_draft))
     kernels = new_kernels(sizes, device, checked=False)
-    if place.sheet is None:
-        check_kernels(sizes, device, kernels)
     return Footprint.of(sizes, place.memory, device, directory, kernels)

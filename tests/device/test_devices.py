@@ -52,10 +52,12 @@ def test_auto_is_a_dtype_in_which_the_cpu_is_fast(
         cpuinfo.write_text(f"model name\t: some CPU\nflags\t\t: fpu {flags}\n")
     monkeypatch.setattr(devices, "Path", lambda _: cpuinfo)
     with caplog.at_level(logging.INFO, "paged.device.devices"):
-        assert resolve_dtype("auto", checkpoint_dtype, CPU) == dtype
+        assert resolve_dtype("auto", checkpoint_dtype, CPU, True) == dtype
     said = [f"dtype float32 instead of the checkpoint's {checkpoint_dtype}, in which this CPU is slow"]
     assert caplog.messages == (said if dtype != checkpoint_dtype else [])
-    assert resolve_dtype("auto", checkpoint_dtype, GPU) == checkpoint_dtype
+    assert resolve_dtype("auto", checkpoint_dtype, GPU, False) == checkpoint_dtype
+    wider = "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+    assert resolve_dtype("auto", checkpoint_dtype, GPU, True) == wider
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -98,9 +100,9 @@ def test_linears_in_bfloat16_are_left_to_torch_where_it_is_faster(monkeypatch, f
 def test_a_fast_dtype_is_not_warned_of(monkeypatch, caplog):
     monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
     devices._warn_of_slow.cache_clear()
-    assert resolve_dtype("bfloat16", "float32", CPU) == "bfloat16"
-    assert resolve_dtype("float32", "bfloat16", CPU) == "float32"
-    assert resolve_dtype("float16", "bfloat16", GPU) == "float16"
+    assert resolve_dtype("bfloat16", "float32", CPU, True) == "bfloat16"
+    assert resolve_dtype("float32", "bfloat16", CPU, True) == "float32"
+    assert resolve_dtype("float16", "bfloat16", GPU, True) == "float16"
     assert caplog.messages == []
 
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from paged import ConfigError, EngineDeadError, LLMEngine, RequestOutputKind, SamplingParams
 from paged.device.transfers import Upload
-from paged.kernels.gpu import backend as triton_backend
 from paged.kernels.gpu.target import in_interpreter
 from paged.model.decoder import Decoder
-from tests.support.checkpoints import SHAPE, assert_all_free, checkpoint, random_model
+from tests.support.checkpoints import assert_all_free, checkpoint
 from tests.support.engine_uses import draws_of_a_gpu, greedy, run_to_end
 from tests.support.fake_cuda import lacks
 from tests.support.late_cuda import GIB, LateCuda, late_cuda
@@ -188,27 +186,6 @@ def test_no_memory_for_weights_or_a_step(monkeypatch, part, message):
     monkeypatch.setattr(Decoder, part, allocate)
     with pytest.raises(ConfigError, match=message):
         new_engine(num_blocks=None, max_num_batched_tokens=8, max_num_seqs=2)
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (
-            "sm_75",
-            r"^attention_backend 'triton': the Triton kernels are made for sm_80, .*, this is sm_75",
-        ),
-        (
-            "gfx1100",
-            r"takes a head_dim from 16 to 128 on this device, cuda; this model's is 144",
-        ),
-    ],
-)
-def test_gpu_without_tiles(monkeypatch, tmp_path, target, message):
-    random_model(LlamaConfig(**{**SHAPE, "head_dim": 144})).save_pretrained(tmp_path)
-    monkeypatch.setattr(triton_backend, "current_target", lambda: target)
-    with pytest.raises(ConfigError, match=message):
-        new_engine(tmp_path)
 
 
 @pytest.mark.parametrize("at", [1, 3])

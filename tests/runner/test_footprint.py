@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paged import CheckpointError, ConfigError, EngineConfig
+from paged.architectures.hf_config import read_config
 from paged.checkpoints.gguf import gguf_file
 from paged.checkpoints.headers import write_header
 from paged.checkpoints.model_directory import resolve_headers
@@ -24,10 +25,11 @@ from paged.model.part import ModelPart, Shard
 from paged.model.weights import samples
 from paged.runner.graph_memory import RESERVE, planned_bytes, planned_sizes
 from paged.simulate.cost import DATA_SHEETS
+from paged.simulate.model import read_model
 from paged.simulate.plan import make_plan
-from tests.support.checkpoints import checkpoint, new_engine, random_model
+from tests.support.checkpoints import checkpoint, edit_json, new_engine, random_model
 from tests.support.gguf_models import write_model
-from tests.support.quantised import Sizes, gptq, quantised_checkpoint
+from tests.support.quantised import Sizes, compressed, float_group, fp8, gptq, quantised_checkpoint
 
 L4 = DATA_SHEETS["L4"]
 OPTION = re.compile(r"(\w+)=('\w+'|True|\d+)(?: with max_model_len=(\d+))?")
@@ -102,6 +104,18 @@ def in_symmetric_gptq(directory: Path) -> Path:
     )[0]
 
 
+def in_fp8_but_stacks(directory: Path) -> Path:
+    """Write a checkpoint whose linear modules are in fp8, but not its experts, which are no modules."""
+    config = compressed("float-quantized", float_group(8, "channel"), ignore=["re:.*router", "lm_head"])
+    writer = fp8("channel", dtype=torch.bfloat16, scale=0.001)
+    return quantised_checkpoint(
+        checkpoint("granitemoe"),
+        directory,
+        config,
+        lambda name: writer if re.search(r"self_attn.*_proj", name) else None,
+    )[0]
+
+
 def in_gptq(directory: Path) -> Path:
     """Write a checkpoint in GPTQ, with groups of inputs that do not follow each other."""
     writer = gptq(Sizes(dtype=torch.float16, scale=0.02), act_order=True)
@@ -123,6 +137,8 @@ def in_gptq(directory: Path) -> Path:
         ("gemma4", {"dtype": "float32"}),  # inputs of layers, and K and V of two shapes
         (in_gptq, {"dtype": "float32"}),
         (in_symmetric_gptq, {"dtype": "float32"}),
+        (in_fp8_but_stacks, {"dtype": "float32"}),
+        ("qwen3_vl_moe", {"dtype": "float32", "quantization": "int8"}),  # a tower in floats
         (gguf, {"dtype": "float32"}),
         (gguf, {"dtype": "bfloat16"}),
     ],
@@ -136,6 +152,17 @@ def test_memory_is_what_the_engine_then_takes(tmp_path, monkeypatch, model, opti
     taken = bytes_held(new_engine(model, **options))
     assert plan.num_bytes - plan.activation_bytes == pytest.approx(taken, rel=0.03)
     assert plan.kv_bytes > 0.01 * taken
+
+
+def test_stacks_are_floats_to_a_rule_of_linear_modules(tmp_path):
+    """What a config alone says of its layers is what files have, and `test_memory…` loads."""
+    directory = in_fp8_but_stacks(tmp_path)
+    in_files = read_model(str(directory)).layer_bits
+    assert read_config(directory).layer_bits == pytest.approx(in_files, rel=0.01)
+    named = json.loads((directory / "config.json").read_text())["quantization_config"]
+    named["config_groups"]["group_0"]["targets"] = ["re:.*"]  # stacks too, by their names
+    edit_json(directory / "config.json", quantization_config=named)
+    assert read_config(directory).layer_bits < 0.4 * in_files
 
 
 def test_windows_and_groups_limit_what_fits():
