@@ -104,7 +104,7 @@ def test_wrong_files(text, message, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(text)
     with pytest.raises(PagedError, match=re.escape(message)):
-        from_file(file, ["port", "max_model_len"])
+        from_file(file, {"port": int, "max_model_len": int})
 
 
 def test_the_environment():
@@ -201,7 +201,7 @@ def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_p
 def test_a_template_in_a_file_must_be_text(run, started, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("chat-template: 5\n")
-    assert "chat_template must be a string, got 5" in run.fails("serve", "demo", "--config", file)
+    assert "serve.yaml, line 1: chat-template must be a string, got 5" in run.fails("serve", "demo", "--config", file)
     assert not started
 
 
@@ -339,7 +339,7 @@ def test_a_keys_file_is_read_before_the_model_and_gives_the_weights(run, started
     file.chmod(0o600)
     assert "line 1: weight goes with --scheduling-policy fair alone" in run.fails(*serve)
     fair = [*serve, "--scheduling-policy", "fair"]
-    assert "tenant_weights and api_keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
+    assert "--tenant-weights and --api-keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
     assert "api_key and api_keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
     assert not started
     assert run(*fair)[0] == 0
