@@ -10,15 +10,15 @@ from ..base.errors import ConfigError, RequestError
 from ..base.validation import shown
 
 # Options that are objects in JSON, and examples.
-IN_JSON = {"limit_mm_per_prompt": '{"image": 2}', "mm_processor_kwargs": '{"max_pixels": 500000}'}
+IN_JSON = {
+    "limit_mm_per_prompt": '{"image": 2}',
+    "mm_processor_kwargs": '{"max_pixels": 500000}',
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+}
 # Objects of numbers, which a=1,b=2 writes too.
 SHARES = ("tenant_weights", "tenants")
 # Options whose text is an object in JSON, so that a flag may give a part of it: --speculative-config.method.
-OBJECTS = (
-    *IN_JSON,
-    *SHARES,
-    *("speculative_config", "default_chat_template_kwargs", "chat_template_kwargs"),
-)
+OBJECTS = (*IN_JSON, *SHARES, "speculative_config", "chat_template_kwargs")
 # The lists of texts that one text in JSON may write; a text of a request, or a key, may begin with a bracket.
 _LISTS = ("lora_target_modules", "allowed_media_domains")
 # Options that a text turns off, such as weights_cache=off.

@@ -12,6 +12,7 @@ from ..base.errors import PagedError
 # By the names of options; the command's flags, until it reads the environment and a file.
 _WRITTEN: ContextVar[dict[str, str]] = ContextVar("_WRITTEN")
 _NAME = re.compile(r"\w+")
+_OTHER_NAME = re.compile(r"(?<= )\w+(?=[ ,;\[]|$)")  # a part of a path is none
 
 
 def note_written(written: Mapping[str, str]) -> None:
@@ -43,4 +44,4 @@ def _as_written(message: str, written: Mapping[str, str]) -> str:
         # A name of one word, such as device, may be no name here.
         return written[other[0]].rpartition(": ")[2] if "_" in other[0] and other[0] in written else other[0]
 
-    return written[name[0]] + _NAME.sub(replaced, message[name.end() :])
+    return written[name[0]] + _OTHER_NAME.sub(replaced, message[name.end() :])

@@ -193,7 +193,7 @@ def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_p
     files = ["--ssl-keyfile", tmp_path / "key.pem", "--ssl-certfile", tmp_path / "certificate.pem"]
     line = run.fails("serve", "demo", *files)
     assert re.search(
-        r"certificate\.pem' with ssl_keyfile '.*key\.pem' must be a certificate and its key", line
+        r"certificate\.pem' with --ssl-keyfile '.*key\.pem' must be a certificate and its key", line
     )
     assert not started
 
@@ -340,7 +340,7 @@ def test_a_keys_file_is_read_before_the_model_and_gives_the_weights(run, started
     assert "line 1: weight goes with --scheduling-policy fair alone" in run.fails(*serve)
     fair = [*serve, "--scheduling-policy", "fair"]
     assert "--tenant-weights and --api-keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
-    assert "api_key and api_keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
+    assert "--api-key and --api-keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
     assert not started
     assert run(*fair)[0] == 0
     ((engine, options),) = started
@@ -420,7 +420,7 @@ def test_several_names_or_a_file_make_a_server_of_several_models(run, started, t
     assert "memory goes with several models" in run.fails("serve", "demo", "--memory", "1GiB")
     assert "replicas goes with one model" in run.fails("serve", "a", "b", "--replicas", "2")
     assert "memory must be a number of bytes" in run.fails("serve", "a", "b", "--memory", "much")
-    assert "keep_alive must be" in run.fails("serve", "a", "b", "--keep-alive", "soon")
+    assert "--keep-alive must be" in run.fails("serve", "a", "b", "--keep-alive", "soon")
     assert "is not here" in run.fails("serve", "a", "b", "--preload", "c")
     assert "no such file of models" in run.fails("serve", "--models", tmp_path / "none.toml")
     file.write_text('[a]\ncheckpint = "demo"\n')
