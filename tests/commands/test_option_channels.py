@@ -269,7 +269,7 @@ WRONG = {
 }
 
 
-def test_an_error_names_an_option_as_it_is_written(start, run, tmp_path, monkeypatch):
+def test_an_error_names_an_option_as_it_is_written(run, tmp_path, monkeypatch):
     for name, text in WRONG.items():
         flag = name.replace("_", "-")
         if name != "enforce_eager":  # whose flag takes no value

@@ -201,7 +201,8 @@ def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_p
 def test_a_template_in_a_file_must_be_text(run, started, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("chat-template: 5\n")
-    assert "serve.yaml, line 1: chat-template must be a string, got 5" in run.fails("serve", "demo", "--config", file)
+    message = run.fails("serve", "demo", "--config", file)
+    assert "serve.yaml, line 1: chat-template must be a string, got 5" in message
     assert not started
 
 
