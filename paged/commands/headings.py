@@ -105,7 +105,7 @@ class GroupedCommand(TyperCommand):
                 args = left
 
     def _spelled_out(self, args: list[str]) -> list[str]:
-        options = [each for each in self.params if each.param_type_name == "option"]
+        options: list[Any] = [each for each in self.params if each.param_type_name == "option"]
         takes_value = {
             flag: not each.is_flag for each in options for flag in (*each.opts, *each.secondary_opts)
         }

@@ -171,7 +171,7 @@ def flags_of(name: str, value: Any, form: str) -> list[str]:
 class StandIn:
     """An engine that says with which parameters it was asked to begin."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, _: Any) -> None:
         self.chat_templates = self
 
     def source(self, _: Any) -> None:
