@@ -118,8 +118,9 @@ def _with_values(command: Callable[..., int], kinds: Mapping[str, Any]) -> Calla
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> int:
-        for name, kind in kinds.items():
-            options[name] = value_of_flag(name, kind, options[name])
+        options |= {
+            name: value_of_flag(name, kinds[name], options[name]) for name in kinds if name in options
+        }
         for off, name in SWITCHED_OFF.items():
             if options.pop(off, False):
                 if options.get(name) is not None:

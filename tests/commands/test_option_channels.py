@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from paged import EngineArgs, EngineConfig, FlexibleArgumentParser
-from paged.commands import cli, common, serve
+from paged.commands import cli, common, serve, serve_models
 from paged.commands import simulate as simulation
 from paged.commands.options import NEGATED, option_type
 from paged.server.options import ServeOptions
@@ -230,6 +230,52 @@ def toml(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {toml(part)}' for key, part in value.items())}}}"
     return json.dumps(value)
+
+
+# Options of a server that go with several models alone.
+OF_MODELS = {
+    "memory": "1GiB",
+    "keep_alive": "10m",
+    "preload": ["m"],
+    "max_load_wait_s": 0.5,
+    "allow_model_changes": True,
+    "prefix_dir": "prefixes",
+    "prefix_bytes": "2GiB",
+}
+
+
+@pytest.mark.parametrize("channel", ["flags", "environment", "file"])
+def test_every_option_of_a_server_of_several_models(channel, start, tmp_path, monkeypatch):
+    assert SERVER.keys() | OF_MODELS.keys() | {n for n, v in VALUES.items() if v is NONE} >= {
+        field.name for field in fields(ServeOptions)
+    }
+    lines = ("[m]", 'checkpoint = "demo"', "[m.engine]", "max_waiting = 7", "[k]", 'checkpoint = "demo"')
+    file = write(tmp_path / "m", *lines)
+    monkeypatch.chdir(tmp_path)
+
+    def stop(catalog, base, options, *_) -> None:
+        raise Started(options, [serve_models.engine_options(each, base) for each in catalog.entries()])
+
+    monkeypatch.setattr(serve_models, "run", lambda _, begin: begin(None))
+    monkeypatch.setattr(serve_models, "_serve", stop)
+    argv = ["serve", "m", "k"]
+    if channel == "flags":
+        monkeypatch.setenv("PAGED_MODELS", str(file))
+        argv += [text for name, value in OF_MODELS.items() for text in flags_of(name, value)]
+    elif channel == "environment":
+        monkeypatch.setenv("PAGED_MODELS", str(file))
+        for name, value in OF_MODELS.items():
+            monkeypatch.setenv(
+                f"PAGED_{name.upper()}", ",".join(value) if isinstance(value, list) else text_of(value)
+            )
+    else:
+        argv += [
+            "--config",
+            str(write(tmp_path / "a.yaml", yaml.safe_dump({**OF_MODELS, "models": str(file)}))),
+        ]
+    options, (of_m, of_k) = start(*argv)
+    same(options, OF_MODELS, OF_MODELS)
+    assert (of_m["max_waiting"], of_k["max_waiting"]) == (7, serve_models.MAX_WAITING)
 
 
 def test_every_option_of_engine_args_and_of_models_toml(start, tmp_path, monkeypatch):
