@@ -89,10 +89,10 @@ def _kind(name: str) -> dict[str, Any]:
 class _Texts(argparse.Action):
     """Reads the texts of an option."""
 
-    def __call__(self, _: Any, namespace: Any, values: Any, flag: Any = None) -> None:
+    def __call__(self, _: Any, namespace: Any, values: Any, __: Any = None) -> None:
         texts = [values] if isinstance(values, str) else values
         try:
-            value = read_texts(self.dest, option_type(EngineConfig, self.dest), flag, texts)
+            value = read_texts(self.dest, option_type(EngineConfig, self.dest), "the value", texts)
         except ConfigError as error:
             raise argparse.ArgumentError(self, str(error)) from None
         setattr(namespace, self.dest, value)

@@ -95,7 +95,9 @@ class GroupedCommand(TyperCommand):
         """Parse the arguments into the context. Raises ConfigError for an unsupported flag of vLLM."""
         while True:
             try:
-                return super().parse_args(ctx, one_value_each(self.params, self._spelled_out(args)))
+                # An unfinished line, which is completed, may lack the value of a key.
+                spelled = args if ctx.resilient_parsing else self._spelled_out(args)
+                return super().parse_args(ctx, one_value_each(self.params, spelled))
             except NO_SUCH_OPTION as error:
                 from .vllm_options import without_flag
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from ..base.errors import ConfigError, RequestError
@@ -21,6 +22,9 @@ SHARES = ("tenant_weights", "tenants")
 OBJECTS = (*IN_JSON, *SHARES, "speculative_config", "chat_template_kwargs")
 # The lists of texts that one text in JSON may write; a text of a request, or a key, may begin with a bracket.
 _LISTS = ("lora_target_modules", "allowed_media_domains")
+# Numbers of tokens, which vLLM's 32k and 1.5M write, too: k and m are decimal, K and M binary.
+TOKENS = ("max_model_len", "max_num_batched_tokens")
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # Options that a text turns off, such as weights_cache=off.
 _MAY_BE_OFF = ("weights_cache",)
 _TRUE = ("true", "1", "yes", "on")
@@ -47,6 +51,8 @@ def read_texts(name: str, kind: Any, where: str, texts: Sequence[str]) -> Any:
         return _list(where, text) if text.startswith("[") else [*texts]
     if name in _MAY_BE_OFF and text.lower() in _FALSE:
         return False
+    if name in TOKENS and text[-1:] in _UNITS:
+        return _tokens(where, text)
     return read_text(kind, where, text)
 
 
@@ -77,6 +83,16 @@ def _object(where: str, text: str, example: str) -> Any:
         return parse_json(text)
     except RequestError as error:
         raise ConfigError(f"{where} must be an object such as {example}: {error}") from None
+
+
+def _tokens(where: str, text: str) -> int:
+    try:
+        number = Fraction(text[:-1]) * _UNITS[text[-1]]
+    except (ValueError, ZeroDivisionError):
+        number = Fraction(1, 2)
+    if number.denominator != 1:
+        raise ConfigError(f"{where} must be an int, or a number of tokens such as 32k, got {shown(text)}")
+    return int(number)
 
 
 def _ints(where: str, texts: Sequence[str]) -> list[int]:

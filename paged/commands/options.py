@@ -18,7 +18,7 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
-from .option_texts import IN_JSON, read_texts, stands_for_another
+from .option_texts import IN_JSON, TOKENS, read_texts, stands_for_another
 
 # Added to the help of fields that hold several values: how the command line writes one.
 FORMS = {
@@ -36,6 +36,8 @@ SWITCHED_OFF = {"no_weights_cache": "weights_cache"}
 _OFF_HELP = {"no_weights_cache": "Look for no packed weights, and keep none. [default: off]"}
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
+# The types that the parser takes, where texts write more than it knows.
+_PARSED = dict.fromkeys(TOKENS, str)
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
 _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
@@ -69,7 +71,7 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
         help=text,
         show_default=default is None,
         rich_help_panel=heading_of(owner, name),
-        metavar="INTEGER" if option_type(owner, name) == list[int] else None,
+        metavar="INTEGER" if option_type(owner, name) in (int, list[int]) else None,
     )
 
 
@@ -183,7 +185,7 @@ def _shown(owner: type[Any], name: str, value: Any) -> str:
 
 def _parameter(owner: type[Any], name: str, default: str | None) -> inspect.Parameter:
     kind: Any = option_type(owner, name)
-    kind = list[str] if kind == list[int] else kind  # which several ints after one flag write, too
+    kind = _PARSED.get(name, list[str] if kind == list[int] else kind)
     annotation = Annotated[kind | None, option(owner, name, default=default)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

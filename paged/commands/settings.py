@@ -84,7 +84,8 @@ def from_file(file: Path, types: Mapping[str, Any]) -> dict[str, Any]:
         """A loader that refuses a key that is given twice; PyYAML would take the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in own]
             for i, key in enumerate(keys):
                 if key in keys[:i]:
                     raise ConfigError(f"{file}: {key!r} is given twice; give it once")

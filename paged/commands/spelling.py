@@ -56,5 +56,5 @@ def _put(whole: dict[str, Any], path: Sequence[str], text: str, flag: str) -> No
         raise ConfigError(f"{flag} {'is given twice' if all(path) else 'has an empty key'}")
     try:
         whole[key] = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole[key] = text

@@ -303,7 +303,18 @@ def test_a_flag_turns_off_what_a_file_turns_on(start, tmp_path):
     same(options, off, SERVER.keys() & off.keys())
 
 
+def test_other_forms_of_values(start, tmp_path):
+    """vLLM's numbers of tokens; objects of adapters, and what YAML merges, in a file."""
+    for text, number in (("32k", 32_000), ("0.5K", 512), ("1M", 2**20), ("7", 7)):
+        engine, _ = start(*SERVED, "--max-model-len", text, f"--max_num_batched_tokens={text}")
+        assert (engine.max_model_len, engine.max_num_batched_tokens) == (number, number)
+    text = "<<: {enable-lora: true, seed: 3}\nlora-modules: [{name: a, path: b}, c=d]\nseed: 4"
+    engine, options = start(*SERVED, "--config", str(write(tmp_path / "a.yaml", text)))
+    assert (engine.seed, options.lora_modules) == (4, ('{"name": "a", "path": "b"}', "c=d"))
+
+
 WRONG = {
+    "max_model_len": "1.0001k",
     "max_num_seqs": "-1",
     "port": "x",
     "dtype": "float33",
@@ -315,6 +326,7 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("start")  # nothing is served if a value is taken
 def test_an_error_names_an_option_as_it_is_written(run, tmp_path, monkeypatch):
     for name, text in WRONG.items():
         flag = name.replace("_", "-")
