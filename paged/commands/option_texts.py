@@ -23,7 +23,7 @@ OBJECTS = (*IN_JSON, *SHARES, "speculative_config", "chat_template_kwargs")
 # The lists of texts that one text in JSON may write; a text of a request, or a key, may begin with a bracket.
 _LISTS = ("lora_target_modules", "allowed_media_domains")
 # Numbers of tokens, which vLLM's 32k and 1.5M write, too: k and m are decimal, K and M binary.
-TOKENS = ("max_model_len", "max_num_batched_tokens")
+TOKEN_COUNTS = ("max_model_len", "max_num_batched_tokens")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 # Options that a text turns off, such as weights_cache=off.
 _MAY_BE_OFF = ("weights_cache",)
@@ -51,7 +51,7 @@ def read_texts(name: str, kind: Any, where: str, texts: Sequence[str]) -> Any:
         return _list(where, text) if text.startswith("[") else [*texts]
     if name in _MAY_BE_OFF and text.lower() in _FALSE:
         return False
-    if name in TOKENS and text[-1:] in _UNITS:
+    if name in TOKEN_COUNTS and text[-1:] in _UNITS:
         return _tokens(where, text)
     return read_text(kind, where, text)
 

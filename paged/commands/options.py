@@ -18,7 +18,7 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
-from .option_texts import IN_JSON, TOKENS, read_texts, stands_for_another
+from .option_texts import IN_JSON, TOKEN_COUNTS, read_texts, stands_for_another
 
 # Added to the help of fields that hold several values: how the command line writes one.
 FORMS = {
@@ -37,7 +37,7 @@ _OFF_HELP = {"no_weights_cache": "Look for no packed weights, and keep none. [de
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
 # The types that the parser takes, where texts write more than it knows.
-_PARSED = dict.fromkeys(TOKENS, str)
+_PARSED = dict.fromkeys(TOKEN_COUNTS, str)
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
 _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
