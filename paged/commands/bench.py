@@ -114,9 +114,10 @@ def latency(
     """Complete one batch of prompts repeatedly, and show how long it takes."""
     from tqdm import tqdm
 
-    if options["enable_prefix_caching"] is None:
-        options["enable_prefix_caching"] = False
-    engine_options = _engine_options(model, model_option, options, output_json)
+    engine_options = {
+        "enable_prefix_caching": False,
+        **_engine_options(model, model_option, options, output_json),
+    }
     params = _params(output_len, n, disable_detokenize)
     engine = _start(engine_options, input_len, output_len)
     prompts = _prompts(engine, batch_size, input_len)

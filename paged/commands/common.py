@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..base.errors import ClusterError, ConfigError, PagedError, RequestError, ResourceError
+from ..base.errors import ClusterError, PagedError, ResourceError
 from ..options.config import EngineConfig
 from ..options.logits import biases_of
 from ..options.sampling_params import SamplingParams, StructuredOutputsParams
 from .headings import MODEL, OUTPUT
-from .options import IN_JSON, option
+from .options import option
 
 if TYPE_CHECKING:
     from ..checkpoints.library.models_file import ModelEntry
@@ -231,31 +231,8 @@ def engine_options(
     entry = named(model)
     known = {name: value for name, value in entry.engine.items() if name in {*names}}
     result = {"model": entry.checkpoint, **known, **given(options, names)}
-    result = read_values(result)
     EngineConfig(**result)
     return result
-
-
-def read_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return engine options in which what texts write is read: objects, and shares. Raises ConfigError."""
-    result = dict(options)
-    for name in IN_JSON:
-        if isinstance(result.get(name), str):
-            result[name] = _object(name, result[name])
-    if isinstance(result.get("tenant_weights"), list):
-        from ..simulate.workload import read_shares
-
-        result["tenant_weights"] = read_shares("tenant_weights", result["tenant_weights"])
-    return result
-
-
-def _object(name: str, text: str) -> Any:
-    from ..base.strict_json import parse_json
-
-    try:
-        return parse_json(text)
-    except RequestError as error:
-        raise ConfigError(f"{name} must be an object such as {IN_JSON[name]}: {error}") from None
 
 
 def sampling_options(options: Mapping[str, Any]) -> dict[str, Any]:

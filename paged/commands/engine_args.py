@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Self, TypeVar
 
@@ -12,7 +11,9 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..base.from_vllm import Neutral, neutral_of
 from ..options.config import EngineConfig
-from .options import SHORT, SWITCHED_OFF, is_mapping, option_type
+from .option_texts import OBJECTS, read_texts
+from .options import SHORT, SWITCHED_OFF, option_type
+from .spelling import spelled_out
 from .vllm_options import SEVERAL, is_switch, value_of
 
 Group = TypeVar("Group", bound="argparse._ActionsContainer")
@@ -27,7 +28,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             import sys
 
             args = sys.argv[1:]
-        return super().parse_known_args([_with_dashes(text) for text in args], namespace)
+        takes_value = {flag: each.nargs != 0 for flag, each in self._option_string_actions.items()}
+        objects = [flag for flag, each in self._option_string_actions.items() if each.dest in OBJECTS]
+        try:
+            spelled = spelled_out(args, takes_value, objects)
+        except ConfigError as error:
+            self.error(str(error))
+        return super().parse_known_args(spelled, namespace)
 
 
 class EngineArgs(EngineConfig):
@@ -67,41 +74,28 @@ class EngineArgs(EngineConfig):
         return cls(**given)
 
 
-def _with_dashes(text: str) -> str:
-    if not text.startswith("--"):
-        return text
-    flag, equals, value = text.partition("=")
-    return f"{flag.replace('_', '-')}{equals}{value}"
-
-
 def _short(name: str) -> Sequence[str]:
     return [SHORT[name]] if name in SHORT else []
 
 
 def _kind(name: str) -> dict[str, Any]:
+    """Return how the parser takes an option: its texts are read as the commands read them."""
     kind = option_type(EngineConfig, name)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind == list[int]:
-        return {"type": int, "nargs": "+"}
-    if is_mapping(EngineConfig, name):
-        return {"type": json.loads}
-    if kind == list[str]:
-        return {"nargs": "+", "action": _Texts}
-    types: dict[Any, Callable[[str], Any]] = {int: int, float: float}
-    return {"type": types.get(kind, str)}
+    return {"action": _Texts, **({"nargs": "+"} if kind in (list[int], list[str]) else {})}
 
 
 class _Texts(argparse.Action):
-    """Takes texts, or a list of them in JSON."""
+    """Reads the texts of an option."""
 
     def __call__(self, _: Any, namespace: Any, values: Any, __: Any = None) -> None:
-        if len(values) == 1 and values[0].startswith("["):
-            try:
-                values = json.loads(values[0])
-            except ValueError as error:
-                raise argparse.ArgumentError(self, f"{values[0]} is not JSON: {error}") from None
-        setattr(namespace, self.dest, values)
+        texts = [values] if isinstance(values, str) else values
+        try:
+            value = read_texts(self.dest, option_type(EngineConfig, self.dest), "the value", texts)
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, value)
 
 
 def _neutral_kind(name: str, neutral: Neutral) -> dict[str, Any]:

@@ -13,7 +13,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..base.docstrings import docstring_of
 from ..base.errors import UnknownArgumentError
+from .option_texts import OBJECTS
 from .several_values import one_value_each
+from .spelling import spelled_out
+from .written import options_as_written
 
 SERVER, MODEL, SAMPLING, OUTPUT, SCHEDULING, MEMORY = HEADINGS = (
     "Server",
@@ -92,7 +95,9 @@ class GroupedCommand(TyperCommand):
         """Parse the arguments into the context. Raises ConfigError for an unsupported flag of vLLM."""
         while True:
             try:
-                return super().parse_args(ctx, one_value_each(self.params, args))
+                # An unfinished line, which is completed, may lack the value of a key.
+                spelled = args if ctx.resilient_parsing else self._spelled_out(args)
+                return super().parse_args(ctx, one_value_each(self.params, spelled))
             except NO_SUCH_OPTION as error:
                 from .vllm_options import without_flag
 
@@ -100,6 +105,26 @@ class GroupedCommand(TyperCommand):
                 if left is None:
                     raise
                 args = left
+
+    def _spelled_out(self, args: list[str]) -> list[str]:
+        options: list[Any] = [each for each in self.params if each.param_type_name == "option"]
+        takes_value = {
+            flag: not each.is_flag for each in options for flag in (*each.opts, *each.secondary_opts)
+        }
+        objects = [flag for each in options if each.name in OBJECTS for flag in each.opts]
+        return spelled_out(args, takes_value, objects)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. An error about an option names its flag."""
+        flags = {
+            each.name: each.opts[0] if ctx.params.get(each.name) is not False else each.secondary_opts[0]
+            for each in self.params
+            if each.param_type_name == "option"
+            and ctx.get_parameter_source(each.name).name == "COMMANDLINE"
+            and (each.secondary_opts or ctx.params.get(each.name) is not False)
+        }
+        with options_as_written(flags):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a section for each heading."""

@@ -18,9 +18,8 @@ from ..base.docstrings import field_texts
 from ..base.errors import ConfigError
 from ..options.sampling_params import SamplingParams
 from .headings import heading_of
+from .option_texts import IN_JSON, TOKEN_COUNTS, read_texts, stands_for_another
 
-# Options that are objects in JSON, and examples.
-IN_JSON = {"limit_mm_per_prompt": '{"image": 2}', "mm_processor_kwargs": '{"max_pixels": 500000}'}
 # Added to the help of fields that hold several values: how the command line writes one.
 FORMS = {
     **{name: f" As '{example}'." for name, example in IN_JSON.items()},
@@ -37,6 +36,8 @@ SWITCHED_OFF = {"no_weights_cache": "weights_cache"}
 _OFF_HELP = {"no_weights_cache": "Look for no packed weights, and keep none. [default: off]"}
 # vLLM's short names of options.
 SHORT = {"pipeline_parallel_size": "-pp", "tensor_parallel_size": "-tp"}
+# The types that the parser takes, where texts write more than it knows.
+_PARSED = dict.fromkeys(TOKEN_COUNTS, str)
 # What a docstring says of None, which cannot be typed: where it is the default, that is shown instead.
 _NONE_MEANS = re.compile(r"[;.] None \w+ (.*?)(?=\. |\.$|; )")
 
@@ -45,8 +46,7 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
     """Return the command-line option for a field of a config. Its help is the field's text in the docstring
     of `owner`.
 
-    flags: by default --name, or --name/--no-name if the field's default is True, or None for a field that may
-        be True.
+    flags: by default --name, or --name/--no-name for a switch, which another channel may turn on.
     default: the text that the help shows instead of the field's default.
     """
     text = _described(owner).texts.get(name, "") + FORMS.get(name, "")
@@ -64,10 +64,14 @@ def option(owner: type[Any], name: str, *flags: str, default: str | None = None)
         text += f" [{limits}]"
     flag = name.replace("_", "-")
     short = [SHORT[name]] if name in SHORT else []
-    is_on = value is True or (value is None and bool in _members(_described(owner).hints[name]))
-    flags = flags or (f"--{flag}/--{NEGATED.get(name, f'no-{flag}')}" if is_on else f"--{flag}", *short)
+    is_switch = bool in _members(_described(owner).hints[name])
+    flags = flags or (f"--{flag}/--{NEGATED.get(name, f'no-{flag}')}" if is_switch else f"--{flag}", *short)
     return typer.Option(
-        *flags, help=text, show_default=default is None, rich_help_panel=heading_of(owner, name)
+        *flags,
+        help=text,
+        show_default=default is None,
+        rich_help_panel=heading_of(owner, name),
+        metavar="INTEGER" if option_type(owner, name) in (int, list[int]) else None,
     )
 
 
@@ -76,14 +80,13 @@ def with_options(
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Decorate a command that takes **options: add an option for each named field of each class.
 
-    A field that is a sequence or mapping gets a list of strings or ints. An option that is not given is None
-    or an empty list.
+    Its arguments are the values of the fields. An option that is not given is None or an empty list.
 
     defaults: the default that the help shows, for options whose default the command itself sets.
     """
     shown = defaults or {}
     added = [_parameter(owner, name, shown.get(name)) for owner, names in given for name in names]
-    names = {parameter.name for parameter in added}
+    kinds = {name: option_type(owner, name) for owner, names in given for name in names}
     added += [
         _off_parameter(owner, off)
         for owner, own in given
@@ -94,7 +97,7 @@ def with_options(
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        run = _with_off(command) if names & set(SWITCHED_OFF.values()) else command
+        run = _with_values(command, kinds)
         # Typer reads this attribute.
         run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         return run
@@ -112,11 +115,14 @@ def _off_parameter(owner: type[Any], name: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
-def _with_off(command: Callable[..., int]) -> Callable[..., int]:
-    """Return a command that gets False for an option that a flag turns off."""
+def _with_values(command: Callable[..., int], kinds: Mapping[str, Any]) -> Callable[..., int]:
+    """Return a command that gets the values that texts of options write, False for one that is turned off."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> int:
+        options |= {
+            name: value_of_flag(name, kinds[name], options[name]) for name in kinds if name in options
+        }
         for off, name in SWITCHED_OFF.items():
             if options.pop(off, False):
                 if options.get(name) is not None:
@@ -126,6 +132,14 @@ def _with_off(command: Callable[..., int]) -> Callable[..., int]:
         return command(*args, **options)
 
     return run
+
+
+def value_of_flag(name: str, kind: Any, value: Any) -> Any:
+    """Return an option's value from what the parser returns. Raises ConfigError."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts or not stands_for_another(name, kind):
+        return value
+    return read_texts(name, kind, f"--{name.replace('_', '-')}", texts)
 
 
 def option_type(owner: type[Any], name: str) -> Any:
@@ -138,11 +152,6 @@ def option_type(owner: type[Any], name: str) -> Any:
     # Of several types, such as a policy's name or object, the command line gives the first.
     kind = next(member for member in _members(hint) if member is not type(None))
     return str if get_origin(kind) is typing.Literal else kind
-
-
-def is_mapping(owner: type[Any], name: str) -> bool:
-    """Return whether a field holds values by name."""
-    return any(get_origin(member) is Mapping for member in _members(_described(owner).hints[name]))
 
 
 class _Described(NamedTuple):
@@ -176,6 +185,7 @@ def _shown(owner: type[Any], name: str, value: Any) -> str:
 
 def _parameter(owner: type[Any], name: str, default: str | None) -> inspect.Parameter:
     kind: Any = option_type(owner, name)
+    kind = _PARSED.get(name, list[str] if kind == list[int] else kind)
     annotation = Annotated[kind | None, option(owner, name, default=default)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

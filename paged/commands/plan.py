@@ -29,7 +29,6 @@ PLANNED = [
 ]
 _DEVICE = f"""auto, cpu, cuda or cuda:N of this machine, which is measured for a second, or the data
 sheet of {", ".join(DATA_SHEETS)}. [default: auto]"""
-_AUTO = "auto"
 _JSON_HELP = "Print JSON, in bytes and seconds. [default: off]"
 
 
@@ -37,16 +36,20 @@ _JSON_HELP = "Print JSON, in bytes and seconds. [default: off]"
 def plan(
     model: common.ModelArgument = None,
     model_option: common.ModelOption = None,
-    device: Annotated[str, typer.Option(help=_DEVICE, show_default=False, rich_help_panel=MODEL)] = _AUTO,
+    device: Annotated[
+        str | None, typer.Option(help=_DEVICE, show_default=False, rich_help_panel=MODEL)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help=_JSON_HELP)] = False,
     **options: Any,
 ) -> int:
     """Predict memory and speed of an engine from a model's config and the headers of its weights."""
-    given = common.engine_options(common.one_model(model, model_option), options, PLANNED)
+    given = common.engine_options(
+        common.one_model(model, model_option), {**options, "device": device}, [*PLANNED, "device"]
+    )
 
     from ..simulate.plan import make_plan
 
-    made = make_plan(EngineConfig(**given, device=device))
+    made = make_plan(EngineConfig(**given))
     print(json.dumps(made.to_json()) if as_json else report(made))
     return 0 if made.footprint.fits else common.EXIT_FAILED
 

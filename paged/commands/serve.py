@@ -63,8 +63,10 @@ def serve(
     serve_options = ServeOptions(**common.given(settings, SERVE[1]))
     serve_options.check_one_model()
     entry = common.named(settings["model"])
-    settings.setdefault("max_waiting", MAX_WAITING)
-    engine_options = common.engine_options(settings["model"], settings, SERVED_ENGINE[1])
+    engine_options = {
+        "max_waiting": MAX_WAITING,
+        **common.engine_options(settings["model"], settings, SERVED_ENGINE[1]),
+    }
     take_weights(serve_options, engine_options)
     if serve_options.lora_modules and not engine_options.get("enable_lora"):
         raise ConfigError(
@@ -86,9 +88,9 @@ def _settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("PAGED_API_KEY", "PAGED_ADMIN_KEY"):
         os.environ.pop(name, None)
     file = config or environment.pop("config", None)
-    names = [name for name in types if name != "config"]
-    from_flags = common.given(flags, names)
-    return {**(from_file(Path(file), names) if file else {}), **environment, **from_flags}
+    del types["config"]
+    from_flags = common.given(flags, types)
+    return {**(from_file(Path(file), types) if file else {}), **environment, **from_flags}
 
 
 async def _serve(

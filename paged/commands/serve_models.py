@@ -36,7 +36,7 @@ def serve_models(names: Sequence[str], settings: Mapping[str, Any]) -> int:
     if options.models:
         os.environ[VARIABLE] = str(file.path)  # the engines' processes keep its packed weights the longest
     catalog = Catalog(names, file)
-    base = common.read_values({"max_waiting": MAX_WAITING, **common.given(settings, SERVED_ENGINE[1])})
+    base = common.given(settings, SERVED_ENGINE[1])
     base.pop("model", None)
     if base.get("enable_lora"):  # whose slots no request could use
         raise ConfigError("enable_lora goes with one model, and this server has several")
@@ -73,7 +73,7 @@ def _make_folder(place: Path) -> None:
 
 def engine_options(entry: ModelEntry, base: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a model's engine. base: the flags, which precede those of models.toml."""
-    return {**entry.engine, **base, "model": entry.checkpoint}
+    return {"max_waiting": MAX_WAITING, **entry.engine, **base, "model": entry.checkpoint}
 
 
 def _known(catalog: Catalog, name: str) -> ModelEntry:

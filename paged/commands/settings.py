@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, reject_unknown
-from ..base.validation import shown
+from .option_texts import SHARES, read_texts, stands_for_another
 from .vllm_options import without_options
+from .written import note_written
 
 ENV_PREFIX = "PAGED_"
 # Read by other parts of the project.
@@ -21,8 +21,6 @@ _OF_KUBERNETES = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
 _URL_OF_KUBERNETES = re.compile(r"(tcp|udp|sctp)://.*")
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
 
 
 def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -47,8 +45,9 @@ def from_environment(types: Mapping[str, Any], environment: Mapping[str, str] = 
     for name, text in given.items():
         if text == "" and name in known and types[known[name]] == list[str]:
             raise ConfigError(f"{ENV_PREFIX}{name} is empty; give it a value, or unset it")
+    note_written({known[name]: ENV_PREFIX + name for name in given if name in known})
     return {
-        known[name]: _parsed(ENV_PREFIX + name, types[known[name]], text)
+        known[name]: _read(known[name], types[known[name]], ENV_PREFIX + name, text)
         for name, text in given.items()
         if name in known and text != ""
     }
@@ -64,33 +63,17 @@ def _variables(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _parsed(variable: str, kind: Any, text: str) -> Any:
-    if kind is bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise ConfigError(f"{variable} must be true or false, got {shown(text)}")
-        return text.lower() in _TRUE
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "an int" if kind is int else "a number"
-            raise ConfigError(f"{variable} must be {wanted}, got {shown(text)}") from None
-    if kind == list[int]:
-        return [_parsed(variable, int, part) for part in text.strip("[]").split(",")]
-    if kind == list[str] and text.startswith("{"):  # an object in JSON, which has commas
-        return [text]
-    if kind == list[str] and not text.startswith("["):
+def _read(name: str, kind: Any, where: str, text: str) -> Any:
+    """Return an option's value from one text, in which commas or JSON separate several values."""
+    if kind == list[str] and name not in SHARES and text[:1] not in ("{", "["):  # an object has commas
         return [part.strip() for part in text.split(",")]
-    if kind == list[str]:
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{variable} must be a JSON list or texts with commas: {error}") from None
-    return text
+    return read_texts(name, kind, where, [text])
 
 
-def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
+def from_file(file: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in a YAML file. Their names may have - or _.
+
+    types: the types of the options, by name. A text is read as in the environment if the option is no text.
 
     Raises ConfigError if the file is not a mapping, UnknownArgumentError for an unknown option, and OSError
     if the file cannot be read.
@@ -101,7 +84,8 @@ def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
         """A loader that refuses a key that is given twice; PyYAML would take the last value."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in own]
             for i, key in enumerate(keys):
                 if key in keys[:i]:
                     raise ConfigError(f"{file}: {key!r} is given twice; give it once")
@@ -109,19 +93,34 @@ def from_file(file: Path, names: Collection[str]) -> dict[str, Any]:
             return found
 
     try:
-        given = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        loader = Loader(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        given = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not YAML: {error}") from None
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise ConfigError(f"{file}: must be a mapping of options to values, such as port: 8000")
+    places = {
+        key.value.replace("-", "_"): (f"{file}, line {key.start_mark.line + 1}", key.value)
+        for key, _ in node.value
+    }
     options: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("-", "_")
         if name in options:
             raise ConfigError(f"{file}: {key!r} is given twice; give it once")
         options[name] = value
-    options = without_options(str(file), options, names)
-    reject_unknown(str(file), options, names)
-    return {name: value for name, value in options.items() if value is not None}
+    options = without_options(str(file), options, types)
+    for name in options:
+        reject_unknown(places[name][0], [name], types)
+    written = {name: ": ".join(place) for name, place in places.items()}
+    note_written(written)
+    return {
+        name: _read(name, types[name], written[name], value)
+        if isinstance(value, str) and stands_for_another(name, types[name])
+        else value
+        for name, value in options.items()
+        if value is not None
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ def _model_elsewhere(options: Mapping[str, Any], args: Sequence[str]) -> str | N
             file = args[i + 1] if i + 1 < len(args) else None
     if not file:
         return None
-    from .settings import from_file
+    import yaml
 
-    names = {"model", *(each.name for each in options.values())}
-    return f"{file}" if from_file(Path(file), names).get("model") else None
+    with suppress(OSError, ValueError, yaml.YAMLError):  # which the command's own reading explains
+        given = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        if isinstance(given, Mapping) and given.get("model"):
+            return file
+    return None
 
 
 def _with_options(options: Mapping[str, Any], args: Sequence[str]) -> Iterator[tuple[str, str | None]]:

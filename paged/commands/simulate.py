@@ -18,10 +18,10 @@ from ..protocol.jobs import check_writable
 from ..simulate.fleet import Fleet, FleetConfig
 from ..simulate.report import report, sweep_report
 from ..simulate.timeline import Timeline, check_matplotlib
-from ..simulate.workload import Workload, read_shares
+from ..simulate.workload import Workload
 from . import common
 from .headings import MODEL, SCHEDULING
-from .options import option, option_type, with_options
+from .options import option, option_type, value_of_flag, with_options
 
 MAPPINGS = ("tenants", "tenant_weights")
 # The fields of EngineConfig that a simulation does not depend on.
@@ -92,13 +92,13 @@ def simulate(
 ) -> int:
     """Predict latency, throughput and cache use of a fleet: the real scheduler runs on a virtual clock."""
     model = common.one_model(model, model_option)
-    if model is not None:
-        model = common.named(model).checkpoint
-    options |= {"model": model, "scheduling_policy": scheduling_policy, "tenant_weights": tenant_weights}
+    weights = value_of_flag("tenant_weights", list[str], tenant_weights)
+    options |= {"scheduling_policy": scheduling_policy, "tenant_weights": weights}
     options = {name: value for name, value in options.items() if value not in (None, [], ())}
-    options = common.read_values(options)
-    if "tenants" in options:
-        options["tenants"] = read_shares("tenants", options["tenants"])
+    if model is not None:
+        entry = common.named(model)
+        known = {name: value for name, value in entry.engine.items() if name in _NAMES[EngineConfig]}
+        options = {**known, **options, "model": entry.checkpoint}
     if sweep is not None:
         if plot is not None:
             raise ConfigError("--plot shows one simulation; leave it out of a --sweep")

@@ -379,7 +379,7 @@ def check_policy(policy: object, weights: object) -> None:
     if weights and policy != "fair":
         raise ConfigError(f"tenant_weights go with scheduling_policy 'fair', got {shown(policy)}")
     for tenant, weight in weights.items():
-        check_number(ConfigError, f"the weight of tenant {tenant!r}", weight, 0.0, above=True)
+        check_number(ConfigError, f"tenant_weights[{tenant!r}]", weight, 0.0, above=True)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -445,6 +445,8 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     A key may begin with a bracket, and is not part of an error.
     """
     values = [value] if isinstance(value, str) else value
+    if name == "lora_modules" and isinstance(values, Sequence):  # a file and a list in JSON may have objects
+        values = [json.dumps(each) if isinstance(each, Mapping) else each for each in values]
     is_secret = name == "api_key"
     if not is_secret and isinstance(values, Sequence) and len(values) == 1 and str(values[0]).startswith("["):
         values = _json(name, values[0])

@@ -107,7 +107,7 @@ def test_requests_that_do_not_fit(run):
         ),
         (["latency", "--num-prompts", "1"], "No such option: --num-prompts"),
         (["throughput", "--num-prompts", "0"], "'--num-prompts'"),
-        (["throughput", "--block-size", "3"], "block_size must be"),
+        (["throughput", "--block-size", "3"], "--block-size must be"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -243,7 +243,7 @@ def test_a_context_that_is_full_is_said(run):
     # Other errors do not suggest a shorter conversation.
     code, _, err = run(*argv, "--stop-token-ids", "9999", stdin="a\n")
     assert code == 2
-    assert err.splitlines()[-1] == "paged: stop_token_ids[0] is 9999; the vocabulary is 0 to 4095"
+    assert err.splitlines()[-1] == "paged: --stop-token-ids[0] is 9999; the vocabulary is 0 to 4095"
 
 
 def test_an_interrupt_ends_the_answer_and_not_the_chat(run, loaded, monkeypatch):

@@ -553,10 +553,10 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--temperature", "nan"], "temperature must be finite"),
         (
             ["generate", "x", "--max-tokens", "2", "--min-tokens", "3"],
-            "min_tokens 3 is more than max_tokens 2",
+            "--min-tokens 3 is more than --max-tokens 2",
         ),
         (["generate", "x", "--stop", ""], "stop must be a list of non-empty strings, got ['']"),
-        (["generate", "x", "--block-size", "12"], "block_size must be a power of two, got 12"),
+        (["generate", "x", "--block-size", "12"], "--block-size must be a power of two, got 12"),
         (["generate", "x", "--dtype", "int3"], "dtype must be one of auto, float32, float16, bfloat16"),
         (["generate", "x", "--prompts", "y"], "either a prompt or --prompts"),
         (["generate", "x", "--output", "y"], "--output takes the results of --prompts"),
@@ -571,7 +571,7 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         (["generate", "x", "--logit-bias", "-1=5"], "--logit-bias must be ID=BIAS"),
         (
             ["generate", "x", "--logit-bias", "5=1", "--logit-bias", "05=2"],
-            "logit_bias has token 5 twice, with 1.0 and 2.0",
+            "--logit-bias has token 5 twice, with 1.0 and 2.0",
         ),
         (["generate", "x", "--json-schema", "{"], "json must be a JSON schema: "),
         (["generate", "x", "--json-schema", "missing.json"], "missing.json: No such file"),
@@ -585,10 +585,10 @@ def test_empty_file_gives_empty_output(run, tmp_path):
             ["generate", "x", "--scheduling-policy", "sjf"],
             "must be one of fcfs, priority, longest-prefix-match",
         ),
-        (["generate", "x", "--tenant-weights", "a=2"], "tenant_weights go with scheduling_policy 'fair'"),
+        (["generate", "x", "--tenant-weights", "a=2"], "--tenant-weights go with scheduling_policy 'fair'"),
         (
             ["generate", "x", "--scheduling-policy", "fair", "--tenant-weights", "a=-1"],
-            "the weight of tenant 'a' must be above 0, got -1.0",
+            "--tenant-weights['a'] must be above 0, got -1.0",
         ),
         (["generate", "x", "--tenant-weights", "a"], "a number for each tenant such as a=3,b=1; got 'a'"),
         (
@@ -597,7 +597,7 @@ def test_empty_file_gives_empty_output(run, tmp_path):
         ),
         (
             ["generate", "x", "--limit-mm-per-prompt", "image=2"],
-            'limit_mm_per_prompt must be an object such as {"image": 2}: this is not JSON',
+            '--limit-mm-per-prompt must be an object such as {"image": 2}: this is not JSON',
         ),
         (["generate", "x", "--limit-mm-per-prompt", '{"image": -1}'], "must be from 0 to 4096, got -1"),
         (["generate"], "no prompt: give it as an argument, on stdin,"),
@@ -876,16 +876,16 @@ def test_warmup_says_how_long_a_cpu_compiled_and_where_the_cache_is(run, loaded,
 
 
 def test_warmup_refuses_before_it_loads(run):
-    assert run.refused("warmup", "--dtype", "float33").startswith("paged: dtype must be one of")
+    assert run.refused("warmup", "--dtype", "float33").startswith("paged: --dtype must be one of")
     message = run.refused("warmup", "--kv-cache-dtype", "int4")
-    assert message.startswith("paged: kv_cache_dtype must be one of auto, ")
+    assert message.startswith("paged: --kv-cache-dtype must be one of auto, ")
 
 
 def test_a_model_that_cannot_be_divided_is_an_error_of_all_its_processes(run):
     """With exit code 2, which each of them has: starting again changes nothing."""
     for options, message in (
         (("-tp", 5), "these numbers do: 2, 4, 8"),
-        (("-pp", 9), "pipeline_parallel_size 9 is more than the 4 layers of the model"),
+        (("-pp", 9), "--pipeline-parallel-size 9 is more than the 4 layers of the model"),
         (("-pp", 2, "--device", "cuda:0"), "needs its own: give 'cuda'"),
         (("-pp", 2, "--pipeline-layers", 4), "a number for each of the 2 stages"),
     ):
@@ -899,7 +899,7 @@ STARTS = [
     (2, "--tensor-parallel-size=3", "", "3 does not divide"),
     (2, "-pp=2 --pipeline-layers=4 --pipeline-layers=4", "", "and the model has 4"),
     (2, "-pp=2", "RANK", "RANK is set and WORLD_SIZE is not"),
-    (2, "--max-model-len=1000000000", "", "max_model_len"),
+    (2, "--max-model-len=1000000000", "", "--max-model-len"),
     (2, "", "architecture", "MambaForCausalLM"),
     (2, "", "damaged", "config.json: is not JSON"),
     (2, "", "truncated", "truncated"),

@@ -58,13 +58,19 @@ def folder(tmp_path, monkeypatch):
         ((*SERVE, "--models", "twice.toml"), "line 3: X is the name of a model in line 1 already"),
         ((*SERVE, "--models", "path.toml"), "line 1: '../x' cannot name a model"),
         ((*SERVE, "--models", "none.toml"), "none.toml: no such file of models"),
-        ((*SERVE, "a", "b", "--keep-alive", "soon"), "keep_alive must be a number of seconds or a duration"),
+        (
+            (*SERVE, "a", "b", "--keep-alive", "soon"),
+            "--keep-alive must be a number of seconds or a duration",
+        ),
         ((*SERVE, "a", "b", "--memory", "lots"), "memory must be a number of bytes or a size such as 8GiB"),
         ((*SERVE, "a", "b", "--preload", "c"), "--preload c is not here; this server has a, b"),
         ((*SERVE, "a", "b", "--prefix-dir", "file"), "--prefix-dir file: File exists"),
-        ((*SERVE, "a", "b", "--prefix-bytes", "1GiB"), "prefix_bytes goes with prefix_dir"),
-        ((*SERVE, "a", "--prefix-dir", "x"), "prefix_dir goes with several models"),
-        ((*SERVE, "a", "b", "--enable-lora"), "enable_lora goes with one model, and this server has several"),
+        ((*SERVE, "a", "b", "--prefix-bytes", "1GiB"), "--prefix-bytes goes with prefix_dir"),
+        ((*SERVE, "a", "--prefix-dir", "x"), "--prefix-dir goes with several models"),
+        (
+            (*SERVE, "a", "b", "--enable-lora"),
+            "--enable-lora goes with one model, and this server has several",
+        ),
     ],
     ids=lambda value: " ".join(value[:4]) if isinstance(value, tuple) else "",
 )

@@ -86,10 +86,10 @@ def test_bad_input(run, tmp_path, monkeypatch):
     assert run.refused("plan", missing, code=1) == f"paged: no such directory or GGUF file: {missing}"
     message = run.refused("plan", "demo", "--device", "H300")
     assert message.startswith(
-        "paged: device must be auto, cpu, cuda or cuda:N of this machine, or one of A100"
+        "paged: --device must be auto, cpu, cuda or cuda:N of this machine, or one of A100"
     )
     assert message.endswith(f"{', '.join(DATA_SHEETS)}; got 'H300'")
-    assert "kv_cache_dtype 'fp8' is not supported on A100-80G" in run.refused(
+    assert "--kv-cache-dtype 'fp8' is not supported on A100-80G" in run.refused(
         *("plan", "demo", "--device", "a100-80g", "--kv-cache-dtype", "fp8")
     )
     shutil.copy(DEMO / "config.json", tmp_path)

@@ -464,7 +464,7 @@ def test_nothing_else_is_written_over(run, tmp_path):
     assert "missing.jinja: No such" in run.refused(
         "run-batch", source, tmp_path / "out", "--chat-template", "missing.jinja", code=1
     )
-    assert "block_size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
+    assert "--block-size must be" in run.refused("run-batch", source, tmp_path / "out", "--block-size", "3")
     refused = run.refused("run-batch", source, tmp_path / "out", "--router", "round-robin")
     assert "router goes with replicas, the number of engine processes; give both" in refused
     assert "replicas must be from 1 to 1024, got 0" in run.refused(

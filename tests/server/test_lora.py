@@ -270,7 +270,7 @@ def test_lines_of_a_batch_name_their_adapter(paths, tmp_path, monkeypatch, capsy
     )
     with running(monkeypatch, capsys) as run:
         assert run(*command, *flags, "--lora-modules", f"sql={first}")[0] == 1
-        assert "lora_modules needs enable_lora" in run.refused(*command, "--lora-modules", f"sql={first}")
+        assert "--lora-modules needs enable_lora" in run.refused(*command, "--lora-modules", f"sql={first}")
     found = {}
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
         result = json.loads(line)

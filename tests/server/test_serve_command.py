@@ -105,7 +105,7 @@ def test_wrong_files(text, message, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(text)
     with pytest.raises(PagedError, match=re.escape(message)):
-        from_file(file, ["port", "max_model_len"])
+        from_file(file, {"port": int, "max_model_len": int})
 
 
 def test_the_environment():
@@ -194,7 +194,7 @@ def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_p
     files = ["--ssl-keyfile", tmp_path / "key.pem", "--ssl-certfile", tmp_path / "certificate.pem"]
     line = run.fails("serve", "demo", *files)
     assert re.search(
-        r"certificate\.pem' with ssl_keyfile '.*key\.pem' must be a certificate and its key", line
+        r"certificate\.pem' with --ssl-keyfile '.*key\.pem' must be a certificate and its key", line
     )
     assert not started
 
@@ -202,7 +202,8 @@ def test_a_certificate_and_its_key_are_read_before_the_model(run, started, tmp_p
 def test_a_template_in_a_file_must_be_text(run, started, tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("chat-template: 5\n")
-    assert "chat_template must be a string, got 5" in run.fails("serve", "demo", "--config", file)
+    message = run.fails("serve", "demo", "--config", file)
+    assert "serve.yaml, line 1: chat-template must be a string, got 5" in message
     assert not started
 
 
@@ -340,8 +341,8 @@ def test_a_keys_file_is_read_before_the_model_and_gives_the_weights(run, started
     file.chmod(0o600)
     assert "line 1: weight goes with --scheduling-policy fair alone" in run.fails(*serve)
     fair = [*serve, "--scheduling-policy", "fair"]
-    assert "tenant_weights and api_keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
-    assert "api_key and api_keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
+    assert "--tenant-weights and --api-keys exclude each other" in run.fails(*fair, "--tenant-weights", "a=2")
+    assert "--api-key and --api-keys exclude each other" in run.fails(*fair, "--api-key", "topsecret")
     assert not started
     assert run(*fair)[0] == 0
     ((engine, options),) = started
@@ -421,7 +422,7 @@ def test_several_names_or_a_file_make_a_server_of_several_models(run, started, t
     assert "memory goes with several models" in run.fails("serve", "demo", "--memory", "1GiB")
     assert "replicas goes with one model" in run.fails("serve", "a", "b", "--replicas", "2")
     assert "memory must be a number of bytes" in run.fails("serve", "a", "b", "--memory", "much")
-    assert "keep_alive must be" in run.fails("serve", "a", "b", "--keep-alive", "soon")
+    assert "--keep-alive must be" in run.fails("serve", "a", "b", "--keep-alive", "soon")
     assert "is not here" in run.fails("serve", "a", "b", "--preload", "c")
     assert "no such file of models" in run.fails("serve", "--models", tmp_path / "none.toml")
     file.write_text('[a]\ncheckpint = "demo"\n')

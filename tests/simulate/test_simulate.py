@@ -532,7 +532,7 @@ def refused(argv, message):
         (["--burstiness", 2], "burstiness needs arrivals 'bursty'"),
         (["--tenants", "a=-1"], "share of tenant 'a' must be above 0"),
         (["--tenants", "a"], "such as a=3,b=1; got 'a'"),
-        (["--policy", "fair", "--tenant-weights", "a=-1"], "weight of tenant 'a' must be above 0"),
+        (["--policy", "fair", "--tenant-weights", "a=-1"], r"tenant_weights\['a'\] must be above 0"),
         (["--input-len", "fixed:0"], "input_len must be at least 1"),
         (["--output-len", "normal:3"], "output_len must be one of fixed:N, .*; got 'normal:3'"),
         (["--output-len", "uniform:9-3"], "upper end must be at least 9"),
