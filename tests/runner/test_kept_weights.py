@@ -29,6 +29,7 @@ from paged.runner import kept_weights, load
 from tests import golden
 from tests.support.checkpoints import SHAPE, checkpoint, new_engine, ragged_prompts, random_model
 from tests.support.gguf_models import write_model
+from tests.support.images import seeing
 from tests.support.quantised import Sizes, gptq, nvfp4, quantised_checkpoint
 from tests.support.ranks import ranked_engines
 from tests.support.served import eventually
@@ -150,6 +151,7 @@ FORMS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     "experts": (named("qwen2_moe"), {"dtype": "bfloat16"}),
     "experts-with-biases": (named("gpt_oss"), {}),
     "layer-inputs": (named("gemma4"), {}),
+    "bounds-of-a-tower": (lambda _: seeing("gemma4"), {}),  # single numbers
     "positions": (named("gpt2"), {}),
     "states": (named("qwen3_next"), {"quantization": "int8"}),
     "convolutions": (named("lfm2"), {"dtype": "bfloat16"}),

@@ -172,8 +172,8 @@ class Loader:
         check: a check of its values; by default they must be finite.
         """
         if rows.parts:
-            layout = float_layout(like)
-            value = self.read(rows, name, layout if check is None else layout._replace(check=check))
+            layout = float_layout(like) if check is None else float_layout(like)._replace(check=check)
+            value = self.read(rows, name, layout).reshape(like.shape)  # a number is read as a row
         else:
             value = torch.ones(like.shape, dtype=like.dtype, device=self.device)
         return nn.Parameter(value, requires_grad=False)
