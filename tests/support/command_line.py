@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -56,9 +58,13 @@ class Run:
 
 @contextmanager
 def running(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Yield a Run, then restore what main() changes until its process ends: Ctrl-C and garbage collection."""
+    """Yield a Run, then restore what main() changes until its process ends.
+
+    That is Ctrl-C, garbage collection, and the environment, which the processes of a server get.
+    """
     handler = signal.getsignal(signal.SIGINT)
-    yield Run(monkeypatch, capsys)
+    with patch.dict(os.environ):
+        yield Run(monkeypatch, capsys)
     signal.signal(signal.SIGINT, handler)
     gc.unfreeze()
 
