@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paged import CheckpointError, ConfigError, RequestError, UsageError
+from paged import CheckpointError, ConfigError, RequestError, SamplingParams, UsageError
 from paged.engine import prefixes
 from paged.runner.states import LEAST_SNAPSHOTS, with_snapshots
 from tests.snapshots import GREEDY, alone, bits, run_case
@@ -51,6 +51,16 @@ def test_each_kind_of_snapshot_is_hit_with_the_same_bits(name):
     assert (stats.num_cached_tokens, stats.num_cut_tokens) == (sum(cached), 16)
     assert stats.num_snapshots == len(engine.block_manager.snapshots) > 5
     assert stats.max_snapshots == engine.runner.sizes.num_snapshots
+
+
+def test_an_answer_that_only_its_length_ends_leaves_its_last_state():
+    """It is the one that the next turn of a conversation begins with."""
+    first = SHARED[:57]
+    asked = SamplingParams(temperature=0.0, max_tokens=38, ignore_eos=True)
+    engine = new_engine(checkpoint("qwen3_5"))
+    (answer,) = engine.generate([first], asked, use_tqdm=False)
+    turn = first + answer.outputs[0].token_ids + OTHER[:9]
+    assert answers(engine, turn) == ([alone("qwen3_5", tuple(turn))], [80])
 
 
 def test_prompts_of_other_salts_have_snapshots_of_their_own():

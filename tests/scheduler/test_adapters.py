@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paged.requests.request import SLOW_READER, RequestStatus
+from paged.requests.request import NO_MASK, SLOW_READER, RequestStatus
 from paged.scheduler.adapters import AdapterSlots
 from paged.scheduler.policies import Priority
 from tests.support.scheduler_cases import added, hash_token, new_request, new_scheduler, scheduled, updated
@@ -190,3 +190,23 @@ def test_a_request_that_waits_for_a_slot_keeps_its_turn_in_its_call():
         begun += [r for r in schedule.newcomers if r in parts]
         updated(scheduler, schedule)
     assert begun == parts
+
+
+def test_a_part_that_is_held_while_it_waits_for_a_slot_gives_its_turn_to_the_next():
+    """It waits behind that one when it is released, so that no two parts of a call are in the queue."""
+    scheduler = new_scheduler(num_blocks=64)
+    scheduler.have_adapters(1)
+    added(scheduler, new_request("a", 3, 6, adapter=1))
+    updated(scheduler, scheduled(scheduler))
+    parts = added(scheduler, *(new_request(f"p{i}", 3, 2, adapter=2, part_of="call") for i in range(3)))
+    updated(scheduler, scheduled(scheduler))
+    scheduler.hold(parts[0], NO_MASK)
+    updated(scheduler, scheduled(scheduler))
+    scheduler.release(parts[0], NO_MASK)
+    begun = []
+    while scheduler.has_unfinished():
+        schedule = scheduled(scheduler)
+        scheduler.check()
+        begun += [r for r in schedule.newcomers if r in parts]
+        updated(scheduler, schedule)
+    assert begun == [parts[1], parts[2], parts[0]]
