@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.errors import ConfigError
 from ..options.config import EngineConfig
 from ..runner.sizes import GIB
 from ..simulate.cost import DATA_SHEETS
@@ -17,6 +18,7 @@ from .headings import MODEL
 from .options import with_options
 
 if TYPE_CHECKING:
+    from ..checkpoints.library.models_file import ModelEntry
     from ..simulate.plan import EnginePlan
 
 # The fields of EngineConfig that a plan depends on.
@@ -43,15 +45,25 @@ def plan(
     **options: Any,
 ) -> int:
     """Predict memory and speed of an engine from a model's config and the headers of its weights."""
-    given = common.engine_options(
-        common.one_model(model, model_option), {**options, "device": device}, [*PLANNED, "device"]
-    )
+    name = common.one_model(model, model_option)
+    given = common.engine_options(name, {**options, "device": device}, [*PLANNED, "device"])
+    _check_ranks(common.named(name))
 
     from ..simulate.plan import make_plan
 
     made = make_plan(EngineConfig(**given))
     print(json.dumps(made.to_json()) if as_json else report(made))
     return 0 if made.footprint.fits else common.EXIT_FAILED
+
+
+def _check_ranks(entry: ModelEntry) -> None:
+    """Raise ConfigError for a model that models.toml divides among ranks."""
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if entry.engine.get(option, 1) != 1:
+            raise ConfigError(
+                f"{option} is {entry.engine[option]} in models.toml, and a plan is of one process: plan "
+                f"{entry.checkpoint}, or ask `paged simulate`, which takes ranks"
+            )
 
 
 def report(made: EnginePlan) -> str:

@@ -15,6 +15,7 @@ from paged.checkpoints.model_directory import resolve_config
 from paged.simulate.cost import DATA_SHEETS, Coefficients
 from paged.simulate.machine import Measured
 from tests.support.checkpoints import checkpoint, edit_json
+from tests.support.command_line import write
 
 LAYER_PARAMS = 4 * (256 * 8 * 64 + 2 * 256 * 2 * 64 + 8 * 64 * 256 + 3 * 256 * 512)
 HEAD_PARAMS = 4096 * 256
@@ -98,6 +99,10 @@ def test_bad_input(run, tmp_path, monkeypatch):
     assert "but config.json makes it" in run.refused("plan", tmp_path, "--device", "H200")
     edit_json(tmp_path / "config.json", num_key_value_heads=3)
     assert "num_key_value_heads" in run.refused("plan", tmp_path, "--device", "H200")
+    ranks = ["[big.engine]", "tensor_parallel_size = 2"]
+    divided = write(tmp_path / "m", "[big]", 'checkpoint = "demo"', *ranks)
+    monkeypatch.setenv("PAGED_MODELS", str(divided))
+    assert "tensor_parallel_size is 2 in models.toml" in run.refused("plan", "big", "--device", "H200")
 
 
 class Repository:
