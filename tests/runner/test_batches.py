@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from paged.kernels.attention_options import AttentionPlan
 from paged.model.batch import Batch, Queries
 from paged.requests.prompt_report import PromptReport
 from paged.requests.request import Request, RequestInputs
+from paged.runner.batches.batches import put_adapters
 from paged.runner.batches.host import HostBatches
 from paged.runner.plan import Planner
 from paged.scheduler.schedule import Schedule
@@ -41,8 +44,8 @@ def new_schedule(manager: BlockManager, rows: list[tuple[int, int, int, int]]) -
     return schedule
 
 
-def new_batches(num_groups: int) -> HostBatches:
-    return HostBatches(8, CPU, num_groups=num_groups, max_num_seqs=8, with_rope_lens=True)
+def new_batches(num_groups: int, num_kept: int = 1) -> HostBatches:
+    return HostBatches(8, CPU, num_groups=num_groups, max_num_seqs=8, with_rope_lens=True, num_kept=num_kept)
 
 
 def build(schedule: Schedule) -> Batch:
@@ -130,12 +133,23 @@ def test_output_rows_are_queries_of_their_own():
     assert batch.output_queries is batch.queries
 
 
+def test_tokens_that_pad_a_step_have_no_adapter():
+    plan = SimpleNamespace(adapters=[2, 0], counts=[1, 3], sampled=[0, 1], asked=[])
+    upload = Transfers(CPU).new_upload()
+    adapters = put_adapters(plan, upload, 6)
+    upload.send()
+    by_token, by_output = adapters.tensors()
+    assert by_token.tolist() == [2, 0, 0, 0, -1, -1]
+    assert by_output.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
 @pytest.mark.parametrize("windows", [(None,), (None, 12)], ids=["full", "windowed"])
-def test_advanced_batch_equals_a_new_one(windows):
+def test_advanced_batch_equals_a_new_one(windows, num_kept):
     """While requests arrive, fork, grow by blocks, are preempted and finish."""
     manager = BlockManager(60, cases.BLOCK_SIZE, windows=windows, max_step_tokens=32)
     scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=32)
-    batches = new_batches(len(windows))
+    batches = new_batches(len(windows), num_kept)
     planner = Planner(8, len(windows), with_prompt_lens=True)
     last = None
     num_steps = num_again = 0
