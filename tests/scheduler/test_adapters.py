@@ -177,36 +177,38 @@ def test_slow_readers_give_their_slots():
     assert slow.status is RequestStatus.WAITING
 
 
-def test_a_request_that_waits_for_a_slot_keeps_its_turn_in_its_call():
-    """Parts of a call begin in order, whether or not their adapter has a slot at first."""
+def with_waiting_parts(num_tokens):
+    """Return a scheduler whose one slot is in use for a while, and three parts of a call that wait for it."""
     scheduler = new_scheduler(num_blocks=64)
     scheduler.have_adapters(1)
-    added(scheduler, new_request("a", 3, 4, adapter=1))
+    added(scheduler, new_request("a", 3, num_tokens, adapter=1))
     updated(scheduler, scheduled(scheduler))
     parts = added(scheduler, *(new_request(f"p{i}", 3, 2, adapter=2, part_of="call") for i in range(3)))
-    begun = []
+    return scheduler, parts
+
+
+def begun(scheduler, parts):
+    """Run all requests to their end. Return the parts in the order in which they began."""
+    found = []
     while scheduler.has_unfinished():
         schedule = scheduled(scheduler)
-        begun += [r for r in schedule.newcomers if r in parts]
+        scheduler.check()
+        found += [r for r in schedule.newcomers if r in parts]
         updated(scheduler, schedule)
-    assert begun == parts
+    return found
+
+
+def test_a_request_that_waits_for_a_slot_keeps_its_turn_in_its_call():
+    """Parts of a call begin in order, whether or not their adapter has a slot at first."""
+    scheduler, parts = with_waiting_parts(num_tokens=4)
+    assert begun(scheduler, parts) == parts
 
 
 def test_a_part_that_is_held_while_it_waits_for_a_slot_gives_its_turn_to_the_next():
     """It waits behind that one when it is released, so that no two parts of a call are in the queue."""
-    scheduler = new_scheduler(num_blocks=64)
-    scheduler.have_adapters(1)
-    added(scheduler, new_request("a", 3, 6, adapter=1))
-    updated(scheduler, scheduled(scheduler))
-    parts = added(scheduler, *(new_request(f"p{i}", 3, 2, adapter=2, part_of="call") for i in range(3)))
+    scheduler, parts = with_waiting_parts(num_tokens=6)
     updated(scheduler, scheduled(scheduler))
     scheduler.hold(parts[0], NO_MASK)
     updated(scheduler, scheduled(scheduler))
     scheduler.release(parts[0], NO_MASK)
-    begun = []
-    while scheduler.has_unfinished():
-        schedule = scheduled(scheduler)
-        scheduler.check()
-        begun += [r for r in schedule.newcomers if r in parts]
-        updated(scheduler, schedule)
-    assert begun == [parts[1], parts[2], parts[0]]
+    assert begun(scheduler, parts) == [parts[1], parts[2], parts[0]]
